@@ -1,0 +1,65 @@
+"""The seams of the ring: protocols that actors are written against. Implementations know nothing of actors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from streamrl.types import Generation, SamplingParams
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """Counters of one engine since its start."""
+
+    running: int
+    """Sequences in a slot."""
+    waiting: int
+    """Requests that wait for a slot."""
+    generated_tokens: int
+    prefilled_tokens: int
+    busy_s: float
+    """Seconds spent in forward passes and sampling."""
+    version: int
+
+
+class Engine(Protocol):
+    """An inference engine inside the rollouter's process. All methods are called on the event loop."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights that serve now; -1 before the first commit."""
+        ...
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """Sample one continuation. Survives weight updates; cancelling the call frees its slot."""
+        ...
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        """Log-probs float32 ``[T]`` of each token given those before it under the serving weights; first is 0."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop between two decode steps and keep every request (C6). Idempotent."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on after ``pause``."""
+        ...
+
+    async def load(self, version: int, tensors: Mapping[str, object]) -> None:
+        """Copy ``tensors`` (torch tensors by parameter name) into the model while paused; verify all names and shapes.
+
+        All or nothing: raises ``WeightSyncError`` before the first copy when a name, shape or dtype does not fit.
+        Applies the KV policy (``keep`` or ``recompute``) to the requests in flight.
+        """
+        ...
+
+    def statistics(self) -> EngineStatistics: ...
+
+    async def close(self) -> None:
+        """Free the model; requests in flight end with ``asyncio.CancelledError``."""
+        ...
