@@ -1,0 +1,48 @@
+"""The evaluator: greedy accuracy on held-out tasks, each time at one version of the weights.
+
+Consumes the versions that trainer rank 0 offers for evaluation; produces accuracies; waits for the next version. It is
+an observer of the weight plane: it copies a version and lets go, so that a slow evaluation never delays an update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from streamrl.actors.engine_loading import load_engine
+from streamrl.envs.environment import load_environment
+from streamrl.envs.group import GroupRunner
+from streamrl.envs.split import Split
+from streamrl.policy.model import load_tokenizer
+from streamrl.runtime.actor import Actor
+from streamrl.runtime.messages import Evaluated
+from streamrl.sync.subscriber import Observer
+
+SHOWN_ANSWERS = 8
+"""Answers that travel with a result, for people to look at."""
+
+
+class Evaluator(Actor):
+    async def setup(self) -> dict[str, Any]:
+        split = Split(load_environment(self.config), self.config.seed)
+        self._tasks = split.held_out(self.config.eval.tasks)
+        self._engine = await load_engine(self.config, self.spec.model)
+        self.cleanup.push_async_callback(self._engine.close)
+        self._runner = GroupRunner(split, self._engine, load_tokenizer(self.spec.model), self.config)
+        self._observer = Observer(self.spec.endpoint("sync"), self.spec.name, self.emit)
+        return {"held_out": len(self._tasks)}
+
+    async def run(self) -> dict[str, Any]:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._observer.run())
+            await self._evaluate_versions()
+        return {}
+
+    async def _evaluate_versions(self) -> None:
+        async for version, tensors in self._observer.updates():
+            await self._engine.pause()
+            await self._engine.load(version, tensors)
+            await self._engine.resume()
+            result = await self._runner.evaluate(self._tasks)
+            shown = [(answer.prompt, answer.text, answer.reward) for answer in result.answers[:SHOWN_ANSWERS]]
+            self.send(Evaluated(version=version, accuracy=result.accuracy, answers=shown))

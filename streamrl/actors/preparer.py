@@ -1,0 +1,39 @@
+"""The preparer: finds or builds the initial checkpoint before any other actor starts.
+
+Consumes the settings; produces a folder with a transformers checkpoint and its tokenizer; waits for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from streamrl.envs.environment import load_environment
+from streamrl.envs.split import Split
+from streamrl.policy.model import prepare_model
+from streamrl.runtime.actor import Actor
+from streamrl.runtime.messages import Progress
+
+
+class Preparer(Actor):
+    async def run(self) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+
+        def progress(done: int, total: int, text: str) -> None:
+            loop.call_soon_threadsafe(self.send, Progress(done=done, total=total, text=text))
+
+        def work() -> str:
+            torch.set_num_threads(self.config.trainer.threads + self.config.engine.threads)  # both halves are idle now
+            split = Split(load_environment(self.config), self.config.seed)
+
+            def pair(index: int) -> tuple[str, str]:
+                task = split.train(index)
+                return task.prompt, task.answer or ""
+
+            return str(prepare_model(self.config, pair, progress))
+
+        with ThreadPoolExecutor(1, thread_name_prefix="torch") as worker:
+            return {"model": await self.blocking(worker, work)}

@@ -1,0 +1,80 @@
+"""The ``streamrl`` command. Heavy imports happen inside the commands, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from streamrl import __version__
+from streamrl.errors import ConfigError, StreamRLError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 completed, 1 failed, 2 bad arguments or config, 3 parity gate, 130 interrupted."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (arguments.run is not _launch or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest  # key=value after a flag: argparse closes a positional list at the first flag
+    try:
+        sys.exit(arguments.run(arguments))
+    except ConfigError as error:
+        print(f"streamrl: {error}", file=sys.stderr)
+        sys.exit(2)
+    except StreamRLError as error:
+        print(f"streamrl: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="streamrl", description="Asynchronous reinforcement learning that post-trains language models."
+    )
+    parser.add_argument("--version", action="version", version=f"streamrl {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    launch = commands.add_parser("launch", help="run the ring: rollouters, buffer, trainers", allow_abbrev=False)
+    launch.add_argument("--config", metavar="NAME|PATH", help="a shipped config (quickstart, base) or a YAML file")
+    launch.add_argument("--trainers", type=int, metavar="N", help="trainer ranks")
+    launch.add_argument("--rollouts", type=int, metavar="N", help="rollouters")
+    launch.add_argument("--steps", type=int, metavar="N", help="optimizer steps")
+    launch.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder (default: runs/<name>-<time>)")
+    launch.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and bounds")
+    launch.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as max_lag=2 loss=ppo")
+    launch.set_defaults(run=_launch)
+    bench = commands.add_parser("bench", help="measure, against a baseline in the same run", allow_abbrev=False)
+    bench.add_argument("name", choices=("engine", "ring"), metavar="NAME", help="engine or ring")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
+    bench.add_argument("--peer", action="append", default=[], choices=("trl",), help="also run this system")
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from streamrl.config import load_config
+
+    flags = {key: getattr(arguments, key) for key in ("trainers", "rollouts", "steps")}
+    config = load_config(
+        arguments.config, arguments.overrides, {key: value for key, value in flags.items() if value is not None}
+    )
+    from streamrl.launching import dry_run, launch
+
+    return dry_run(config) if arguments.dry_run else launch(config, arguments.run_dir)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.name == "engine":
+        from streamrl.bench import engine
+
+        engine.run(arguments.json)
+    else:
+        from streamrl.bench import ring
+
+        ring.run(arguments.json, arguments.peer)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""The embedded engine: continuous batching in the rollouter's own process (C6).
+
+::
+
+    event loop                                   core thread
+    generate ─┐                                  wait for work (no CPU when idle)
+    score     ├─► inbox (lock + condition) ─────► run the commands, in order
+    pause …  ─┘                                  one step: prefill + decode of every slot
+    futures ◄──── call_soon_threadsafe ◄──────── all that ended in this step, in one call
+
+======== ================================= =========================================
+state    entered by                        calls
+======== ================================= =========================================
+new      constructor                       only ``start`` and ``close``
+running  ``start``                         all
+failed   an exception in the core thread   raise that exception; ``close`` works
+closed   ``close``                         raise ``RuntimeError``; ``close`` is a no-op
+======== ================================= =========================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from streamrl.engines.core import EngineCore
+from streamrl.engines.model_runner import ModelRunner
+from streamrl.engines.slots import Request
+from streamrl.errors import ConfigError, WeightSyncError
+from streamrl.ports import EngineStatistics
+from streamrl.types import Generation, SamplingParams
+
+
+class _State(Enum):
+    NEW = "new"
+    RUNNING = "running"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Something to run on the core thread between two steps."""
+
+    run: Callable[[], Any]
+    reply: asyncio.Future[Any] | None = None
+
+
+_Outcome = tuple[asyncio.Future[Any], Any, BaseException | None]
+
+
+class EmbeddedEngine:
+    """``ports.Engine`` over a transformers causal LM that this process holds.
+
+    ``slots`` sequences decode at once, of at most ``max_length`` tokens, prompt included. ``kv`` is the policy for the
+    KV cache of running requests at a weight update: ``keep`` (stale KV stays) or ``recompute`` (from the new weights).
+    Greedy requests (``temperature=0``) get the log-prob of temperature 1 without truncation.
+    Raises ``ConfigError`` for a model or setting that cannot be served.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, slots: int, max_length: int, kv: str = "keep", threads: int = 1
+    ) -> None:
+        if kv not in ("keep", "recompute"):
+            raise ConfigError(f"engine.kv: expected 'keep' or 'recompute', got {kv!r}")
+        if min(slots, max_length, threads) < 1:
+            raise ConfigError(
+                f"engine: slots, max_length and threads must be at least 1: {slots}, {max_length}, {threads}"
+            )
+        self._max_length = max_length
+        self._threads = threads
+        self._core = EngineCore(ModelRunner(model, slots, max_length), slots, max_length, recompute=kv == "recompute")
+        self._state = _State.NEW
+        self._failure: Exception | None = None
+        self._condition = threading.Condition()
+        self._inbox: list[Request | _Command] = []
+        self._closing = False
+        self._arrivals: list[Request] = []
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._loop: asyncio.AbstractEventLoop
+        self._ended: asyncio.Future[None]
+        self._thread = threading.Thread(target=self._main, name="embedded-engine", daemon=True)
+
+    # -- event loop side -------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._core.version
+
+    def statistics(self) -> EngineStatistics:
+        return self._core.statistics()
+
+    async def start(self) -> None:
+        """Start the core thread and check the model on a few tokens there; ``ConfigError`` if it cannot be served."""
+        if self._state is not _State.NEW:
+            raise RuntimeError(f"engine embedded: start of a {self._state.value} engine; build a new one")
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        self._state = _State.RUNNING
+        self._thread.start()
+        await self._call(self._core.runner.check)
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        self._require_running()
+        prompt = self._tokens("prompt", prompt_ids, self._max_length - 1)
+        _check_params(params)
+        request = Request(prompt, params, reply=self._future())
+        if not self._arrivals:
+            # One hand-over per turn of the event loop: requests of a group reach the core together and share a prefill.
+            self._loop.call_soon(self._flush)
+        self._arrivals.append(request)
+        try:
+            return await request.reply
+        except asyncio.CancelledError:
+            self._withdraw(request)
+            raise
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        self._require_running()
+        if not temperature > 0:
+            raise ValueError(f"score: temperature must be over 0, got {temperature}")
+        tokens = self._tokens("score", token_ids, self._max_length)
+        return await self._call(partial(self._core.score, tokens, temperature))
+
+    async def pause(self) -> None:
+        await self._call(self._core.pause)
+
+    async def resume(self) -> None:
+        await self._call(self._core.resume)
+
+    async def load(self, version: int, tensors: Mapping[str, object]) -> None:
+        await self._call(partial(self._core.load, version, tensors))
+
+    async def close(self) -> None:
+        """End the thread; requests in flight end with ``asyncio.CancelledError``. Idempotent."""
+        started, self._state = self._thread.ident is not None, _State.CLOSED
+        with self._condition:
+            self._closing = True
+            self._condition.notify()
+        if started:
+            await asyncio.shield(self._ended)
+            self._thread.join()
+        for future in list(self._pending):
+            future.cancel()
+
+    def _require_running(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._state is not _State.RUNNING:
+            raise RuntimeError(f"engine embedded is {self._state.value}: call start first, and nothing after close")
+
+    def _tokens(self, what: str, ids: Sequence[int], longest: int) -> np.ndarray:
+        """int32 ``[T]``; ``ValueError`` when empty, too long or outside the vocabulary."""
+        tokens = np.asarray(ids, dtype=np.int64)
+        if tokens.ndim != 1 or not 1 <= len(tokens) <= longest:
+            raise ValueError(
+                f"{what}: expected 1 to {longest} tokens, got {tokens.size}; model.max_length is {self._max_length}"
+            )
+        vocabulary = self._core.runner.vocabulary
+        if tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise ValueError(f"{what}: token ids must be in 0 … {vocabulary - 1}, got {tokens.min()} … {tokens.max()}")
+        return tokens.astype(np.int32)
+
+    def _future(self) -> asyncio.Future[Any]:
+        future = self._loop.create_future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    async def _call(self, run: Callable[[], Any]) -> Any:
+        self._require_running()
+        reply = self._future()
+        self._post([_Command(run, reply)])
+        return await reply
+
+    def _flush(self) -> None:
+        arrivals, self._arrivals = self._arrivals, []
+        self._post(arrivals)
+
+    def _withdraw(self, request: Request) -> None:
+        if request in self._arrivals:
+            self._arrivals.remove(request)
+        else:
+            self._post([_Command(partial(self._core.cancel, request))])
+
+    def _post(self, items: Sequence[Request | _Command]) -> None:
+        with self._condition:
+            self._inbox.extend(items)
+            self._condition.notify()
+
+    def _resolve(self, outcomes: list[_Outcome]) -> None:
+        for future, result, error in outcomes:
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def _end(self, failure: Exception | None) -> None:
+        """The core thread's last word."""
+        if failure is not None:
+            self._failure = failure
+            if self._state is _State.RUNNING:
+                self._state = _State.FAILED
+            self._resolve([(future, None, failure) for future in list(self._pending)])
+        self._ended.set_result(None)
+
+    # -- core thread side ------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        failure: Exception | None = None
+        try:
+            torch.set_num_threads(self._threads)
+            while self._turn():
+                pass
+        except Exception as error:  # noqa: BLE001 - whatever ends the core must reach every caller
+            failure = error
+        self._loop.call_soon_threadsafe(self._end, failure)
+
+    def _turn(self) -> bool:
+        """Commands, then one step; False when the engine closes."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._inbox or self._closing or self._core.has_work)
+            if self._closing:
+                return False
+            items, self._inbox = self._inbox, []
+        replies: list[_Outcome] = []
+        for item in items:
+            if isinstance(item, Request):
+                self._core.add(item)
+            else:
+                replies += _run(item)
+        self._deliver(replies)
+        if self._core.has_work:
+            self._deliver([(request.reply, generation, None) for request, generation in self._core.step()])
+        return True
+
+    def _deliver(self, outcomes: list[_Outcome]) -> None:
+        if outcomes:
+            self._loop.call_soon_threadsafe(self._resolve, outcomes)
+
+
+def _run(command: _Command) -> list[_Outcome]:
+    """Run one command. Only a refused update is the caller's own matter; any other exception ends the engine."""
+    try:
+        result, error = command.run(), None
+    except WeightSyncError as refused:
+        result, error = None, refused
+    return [] if command.reply is None else [(command.reply, result, error)]
+
+
+def _check_params(params: SamplingParams) -> None:
+    """``ValueError`` for sampling parameters that mean nothing."""
+    problem = ""
+    if not 0 <= params.temperature < float("inf"):
+        problem = f"temperature must be 0 (greedy) or more and finite, got {params.temperature}"
+    elif params.top_k < 0:
+        problem = f"top_k must be 0 (off) or more, got {params.top_k}"
+    elif not 0 < params.top_p <= 1:
+        problem = f"top_p must be over 0 and at most 1 (off), got {params.top_p}"
+    elif params.max_tokens < 1:
+        problem = f"max_tokens must be at least 1, got {params.max_tokens}"
+    if problem:
+        raise ValueError(f"sampling: {problem}")

@@ -1,0 +1,191 @@
+"""The model side of the embedded engine: forward passes over slots, the fp32 head, weight loading.
+
+Works with any transformers causal LM whose layers all do full attention and whose head is one linear layer; what it
+cannot serve exactly is refused when the engine is built or started.
+Shapes: ``[n]`` sequences, ``[n, q]`` padded tokens, ``[n, V]`` logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from streamrl.engines.slots import DecodeWrite, PrefillWrite, SlotCache
+from streamrl.errors import ConfigError, WeightSyncError
+
+
+def refuse_unsupported(model: PreTrainedModel, max_length: int) -> None:
+    """Raise ``ConfigError`` for a model whose layers, head or positions the slot cache cannot serve."""
+    config, name = model.config, type(model).__name__
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True):
+        kinds.add("sliding_attention")
+    forward = inspect.signature(model.base_model.forward).parameters
+    attention = config._attn_implementation
+    limit = getattr(config, "max_position_embeddings", None)
+    reason = ""
+    if kinds:
+        reason = f"{name} has {', '.join(sorted(kinds))} layers; only full attention can be kept in slots"
+    elif getattr(model, "_is_stateful", False) or getattr(config, "is_encoder_decoder", False):
+        reason = f"{name} is recurrent or an encoder-decoder; only decoder-only attention can be kept in slots"
+    elif model.base_model is model or not {"position_ids", "past_key_values"} <= forward.keys():
+        reason = f"{name} takes no position_ids or past_key_values, which the slot cache needs"
+    elif not isinstance(model.get_output_embeddings(), nn.Linear):
+        reason = f"the head of {name} is {type(model.get_output_embeddings()).__name__}, not one nn.Linear"
+    elif attention not in ("sdpa", "eager"):
+        reason = f"{name} uses attention {attention!r}; load it with attn_implementation='sdpa'"
+    elif limit is not None and max_length > limit:
+        reason = f"max_length {max_length} is over the {limit} positions of {name}; lower model.max_length"
+    if reason:
+        raise ConfigError(f"engine embedded: {reason}")
+
+
+class Head:
+    """The output head in fp32. A weight in a lower precision is copied once per weight update."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings()
+        assert isinstance(head, nn.Linear)
+        self._linear = head
+        config = model.config
+        # Cohere multiplies logits, Granite divides them, Gemma caps them.
+        self._scale = float(getattr(config, "logit_scale", None) or 1) / float(
+            getattr(config, "logits_scaling", None) or 1
+        )
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the weight as it is now. Free when the model is in fp32: then the parameter itself is used."""
+        self._weight = self._linear.weight.detach().float()
+        self._bias = None if self._linear.bias is None else self._linear.bias.detach().float()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """``[n, hidden]`` → fp32 logits ``[n, V]``."""
+        logits = nn.functional.linear(hidden.float(), self._weight, self._bias)
+        if self._scale != 1:
+            logits = logits * self._scale
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+
+
+class ModelRunner:
+    """Prefill, decode and score on one model; owns the KV cache. Not thread-safe: one thread calls it."""
+
+    def __init__(self, model: PreTrainedModel, slots: int, max_length: int) -> None:
+        refuse_unsupported(model, max_length)
+        self._model = model.eval()
+        self._base = model.base_model
+        self._device = next(model.parameters()).device
+        self._mask_dtype = next(model.parameters()).dtype
+        self._rows = torch.arange(slots, device=self._device)
+        self._columns = torch.arange(max_length, device=self._device)
+        self.head = Head(model)
+        self.cache = SlotCache(model.config.num_hidden_layers, slots, max_length)
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        self.vocabulary = embedding.num_embeddings
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def _mask(self, allowed: Tensor) -> Tensor:
+        """Additive mask: made once here, where a boolean one would be converted in every layer."""
+        return torch.zeros(allowed.shape, dtype=self._mask_dtype, device=self._device).masked_fill_(
+            ~allowed, -torch.inf
+        )
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Last hidden states ``[n, q, hidden]`` of a forward pass through the slot cache."""
+        output = self._base(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=self.cache, use_cache=True
+        )
+        return output.last_hidden_state
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[np.ndarray], sources: Sequence[int], targets: Sequence[int]) -> Tensor:
+        """Run ``prompts`` from position 0, keep row ``sources[i]`` in slot ``targets[i]``; last hidden ``[n, hidden]``.
+
+        Rows are padded on the right: the causal mask alone keeps padding out of every real token's sight, and what
+        padding leaves in the cache lies beyond the sequence's length until decoding overwrites it.
+        """
+        lengths = np.fromiter((len(prompt) for prompt in prompts), dtype=np.int64, count=len(prompts))
+        width = int(lengths.max())
+        padded = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        self.cache.reserve(width)
+        self.cache.write = PrefillWrite(self._put(np.asarray(sources)), self._put(np.asarray(targets)))
+        columns = self._columns[:width]
+        mask = self._mask(columns[None, :] <= columns[:, None])[None, None]
+        hidden = self._hidden(self._put(padded), columns[None], mask)
+        return hidden[self._rows[: len(prompts)], self._put(lengths - 1)]
+
+    @torch.inference_mode()
+    def decode(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Feed ``tokens`` int64 ``[n]`` at ``positions`` int64 ``[n]`` to slots 0 … n − 1; logits ``[n, V]``."""
+        longest = int(positions.max()) + 1
+        self.cache.reserve(longest)
+        position = self._put(positions)[:, None]
+        self.cache.write = DecodeWrite(self._rows[: len(tokens)], position[:, 0], longest)
+        mask = self._mask(self._columns[:longest] <= position)[:, None, None]
+        return self.head(self._hidden(self._put(tokens)[:, None], position, mask)[:, 0])
+
+    @torch.inference_mode()
+    def score(self, tokens: np.ndarray, temperature: float) -> np.ndarray:
+        """Log-probs float32 ``[T]`` of ``tokens`` by one plain forward pass without a cache; the first is 0."""
+        ids = self._put(tokens.astype(np.int64))
+        hidden = self._base(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+        logprobs = (self.head(hidden) / temperature).log_softmax(dim=-1)
+        scores = np.zeros(len(tokens), dtype=np.float32)
+        scores[1:] = logprobs.gather(1, ids[1:, None])[:, 0].numpy(force=True)
+        return scores
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare slots and fp32 head with the model's own forward pass; ``ConfigError`` where they differ."""
+        width = min(4, self.cache.max_length)
+        tokens = np.arange(1, width + 1) % self.vocabulary
+        expected = self._model(input_ids=self._put(tokens)[None]).logits[0, -1].float()
+        if width > 1:
+            self.prefill([tokens[:-1]], [0], [0])
+        actual = self.decode(tokens[-1:], np.array([width - 1]))[0]
+        difference = float((actual - expected).abs().max())
+        tolerance = (1e-3 if self._mask_dtype == torch.float32 else 0.1) * max(1.0, float(expected.abs().max()))
+        if not difference <= tolerance:
+            raise ConfigError(
+                f"engine embedded: logits of {type(self._model).__name__} through slots and fp32 head differ by "
+                f"{difference:.2g} from its own forward pass (allowed {tolerance:.2g}); use another engine"
+            )
+
+    def verify(self, tensors: Mapping[str, object]) -> None:
+        """Raise ``WeightSyncError`` unless ``tensors`` are exactly the model's parameters, tied ones once."""
+        parameters = dict(self._model.named_parameters())
+        missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
+        if missing or unknown:
+            raise WeightSyncError(
+                f"weights do not fit the model: missing {sorted(missing)[:3]} ({len(missing)}), unknown "
+                f"{sorted(unknown)[:3]} ({len(unknown)}); send what named_parameters() lists, tied weights once"
+            )
+        for name, parameter in parameters.items():
+            tensor = tensors[name]
+            if not isinstance(tensor, Tensor):
+                raise WeightSyncError(f"weight {name}: expected a torch tensor, got {type(tensor).__name__}")
+            if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
+                raise WeightSyncError(
+                    f"weight {name}: expected {parameter.dtype} {list(parameter.shape)}, "
+                    f"got {tensor.dtype} {list(tensor.shape)}"
+                )
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, object]) -> None:
+        """Copy verified ``tensors`` into the parameters."""
+        for name, parameter in self._model.named_parameters():
+            tensor = tensors[name]
+            assert isinstance(tensor, Tensor)
+            parameter.copy_(tensor)
+        self.head.refresh()

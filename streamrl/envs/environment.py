@@ -1,0 +1,270 @@
+"""What a user writes, and how it is found: ``env.name = "package.module:Name"``.
+
+Two forms, both in about ten lines (docs/environments.md)::
+
+    async def my_env(task, policy):                    # makes its own prompt from task.random
+        return float(...)
+
+    class Riddles:
+        def __init__(self, level: int = 1): ...        # env.args.level=2
+        def task(self, index: int) -> Task: ...        # deterministic in index
+        async def episode(self, task, policy) -> float | Reward: ...
+
+A class may say how many tasks there are by ``__len__`` and its name in the metrics by ``name``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import pkgutil
+import random
+import re
+import sys
+import types
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+from streamrl.envs.failure import one_line
+from streamrl.errors import ConfigError, EnvironmentFailed
+from streamrl.schema import Config
+
+
+@dataclass(frozen=True)
+class Task:
+    """One instance of a task: what an episode is about."""
+
+    prompt: str = ""
+    """The text that starts the transcript. It also decides what is held out for evaluation."""
+    answer: str | None = None
+    """The reference answer, where there is one; the supervised warm-up needs it."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    index: int = 0
+    """Where the task comes from; set by the loader."""
+
+    @cached_property
+    def random(self) -> random.Random:
+        """Random numbers of this task: every trajectory of a group draws the same ones from the start."""
+        return random.Random(self.index)
+
+    def copy(self) -> Task:
+        """A task for one trajectory: its own ``metadata`` and its own ``random``."""
+        return replace(self, metadata=dict(self.metadata))
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What an episode returns when a number is not enough."""
+
+    value: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to average over trajectories, by name."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled turn."""
+
+    text: str
+    """Without special tokens such as the end token."""
+    token_ids: tuple[int, ...]
+    """As sampled, the stop token included."""
+    finish_reason: str
+    """``stop`` (a stop token was sampled) or ``length`` (no tokens were left)."""
+
+
+class Policy(Protocol):
+    """What an episode samples from."""
+
+    async def complete(
+        self, text: str, max_tokens: int | None = None, stop: str | Iterable[str] | None = None
+    ) -> Completion: ...
+
+
+Episode = Callable[[Task, Any], Awaitable["float | Reward"]]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A loaded environment: user code behind one shape."""
+
+    name: str
+    """Short name for ``reward/<env>/mean``."""
+    episode: Episode
+    make_task: Callable[[int], Task] | None = None
+    """None where the episode makes its own prompt."""
+    size: int | None = None
+    """How many tasks there are; None: any index is a task."""
+
+    def task(self, index: int) -> Task:
+        """The task of ``index``; raises ``EnvironmentFailed`` naming the user's line where it cannot be made."""
+        if self.make_task is None:
+            return Task(index=index)
+        try:
+            task = self.make_task(index)
+        except Exception as error:  # user code may raise anything; it is named
+            raise EnvironmentFailed(f"{self.name}: task({index}) raised {one_line(error)}") from error
+        if not isinstance(task, Task) or not isinstance(task.prompt, str):
+            raise EnvironmentFailed(
+                f"{self.name}: task({index}) must return streamrl.envs.Task(prompt: str, …), got {task!r:.80}"
+            )
+        return replace(task, index=index)
+
+
+def load_environment(config: Config) -> Environment:
+    """The environment that ``config.env`` names, built with ``config.env.args``.
+
+    The current working directory can be imported from, so that ``my_env.py`` beside the run is ``env=my_env:Name``.
+    Raises ``ConfigError`` of one line for everything that is wrong with the name, the object or its options.
+    """
+    path = config.env.name
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f"env.name={path!r}: expected package.module:Name, such as my_env:Riddles")
+    where = f"env.name={path}"
+    target = _find(_import(module_name, where), name, where)
+    if inspect.isclass(target):
+        return _from_class(target, config.env.args, where)
+    return _from_function(target, name, config.env.args, where)
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Raise ``ConfigError`` for the first key of ``given`` that ``owner`` does not know; it names the nearest."""
+    names = sorted(known)
+    for key in given:
+        if key not in names:
+            raise ConfigError(f"env.args.{key}: {owner} has no such option{nearest(key, names)}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?``, or what there is to choose from, or nothing."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    if near:
+        return f"; did you mean {' or '.join(repr(each) for each in near)}?"
+    if 0 < len(names) <= 12:
+        return f"; there are: {', '.join(names)}"
+    return "" if names else "; it has none"
+
+
+def _import(module_name: str, where: str) -> types.ModuleType:
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing == module_name or module_name.startswith(f"{missing}."):
+            hint = nearest(module_name, _modules_beside(module_name))
+            raise ConfigError(f"{where}: no module {missing!r} on the path or in {folder}{hint}") from error
+        raise ConfigError(f"{where}: {module_name} imports {missing!r}, which is not installed") from error
+    except (Exception, SystemExit) as error:  # user code may raise anything while it is imported; it is named
+        raise ConfigError(f"{where}: importing {module_name} raised {one_line(error)}") from error
+
+
+def _modules_beside(module_name: str) -> list[str]:
+    package, dot, _ = module_name.rpartition(".")
+    parent = sys.modules.get(package)
+    paths = list(parent.__path__) if parent is not None and hasattr(parent, "__path__") else [os.getcwd()]
+    found = [f"{package}{dot}{info.name}" for info in pkgutil.iter_modules(paths)]
+    return difflib.get_close_matches(module_name, found, n=1)
+
+
+def _find(module: types.ModuleType, name: str, where: str) -> Any:
+    if hasattr(module, name):
+        target = getattr(module, name)
+    else:
+        offered = [key for key, value in vars(module).items() if not key.startswith("_") and _is_kind(value)]
+        raise ConfigError(f"{where}: {module.__name__} has no {name!r}{nearest(name, offered)}")
+    if inspect.isclass(target):
+        if not callable(getattr(target, "episode", None)):
+            raise ConfigError(f"{where}: class {name} has no method `async def episode(self, task, policy)`")
+    elif not callable(target):
+        raise ConfigError(f"{where}: expected an async function or a class, got {type(target).__name__}")
+    return target
+
+
+def _is_kind(value: object) -> bool:
+    return inspect.iscoroutinefunction(value) or (inspect.isclass(value) and hasattr(value, "episode"))
+
+
+def _from_function(function: Any, name: str, options: Mapping[str, Any], where: str) -> Environment:
+    _check_async(function, name, where)
+    parameters = list(inspect.signature(function).parameters.values())
+    _check_options(parameters[2:], options, f"function {name}", where)
+    _check_call(function, (None, None), options, f"{name}(task, policy)", where)
+
+    async def episode(task: Task, policy: Any) -> float | Reward:
+        result: float | Reward = await function(task, policy, **options)
+        return result
+
+    return Environment(_short_name(name, where), episode if options else function)
+
+
+def _from_class(cls: type, options: Mapping[str, Any], where: str) -> Environment:
+    title = f"class {cls.__name__}"
+    parameters = [] if cls.__init__ is object.__init__ else list(inspect.signature(cls).parameters.values())  # type: ignore[misc]
+    _check_options(parameters, options, title, where)
+    try:
+        instance = cls(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # user code may raise anything; it is named
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigError(f"{where}: {cls.__name__}({given:.80}) raised {one_line(error)}") from error
+    _check_async(instance.episode, f"{cls.__name__}.episode", where)
+    _check_call(instance.episode, (None, None), {}, f"{cls.__name__}.episode(self, task, policy)", where)
+    make_task = getattr(instance, "task", None)
+    if make_task is not None:
+        if not callable(make_task) or inspect.iscoroutinefunction(make_task):
+            raise ConfigError(f"{where}: {cls.__name__}.task must be a plain method `def task(self, index) -> Task`")
+        _check_call(make_task, (0,), {}, f"{cls.__name__}.task(self, index)", where)
+    name = getattr(instance, "name", cls.__name__.lower())
+    return Environment(_short_name(name, where), instance.episode, make_task, _size(instance, cls, where))
+
+
+def _size(instance: Any, cls: type, where: str) -> int | None:
+    if not hasattr(cls, "__len__"):
+        return None
+    size = len(instance)
+    if size < 1:
+        raise ConfigError(f"{where}: len({cls.__name__}) is {size}; an environment needs at least one task")
+    return size
+
+
+def _short_name(name: object, where: str) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+        raise ConfigError(
+            f"{where}: name {name!r} must be letters, digits, '_', '-' or '.', as it stands in metric names"
+        )
+    return name
+
+
+def _check_async(function: Any, title: str, where: str) -> None:
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{where}: {title} is not a coroutine function; write `async def {title.rpartition('.')[2]}`")
+
+
+def _check_options(parameters: list[inspect.Parameter], options: Mapping[str, Any], owner: str, where: str) -> None:
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return  # the environment takes any option and judges for itself
+    known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    try:
+        refuse_unknown(options, known, owner)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for each in parameters:
+        if each.name in known and each.default is each.empty and each.name not in options:
+            raise ConfigError(f"{where}: {owner} needs the option {each.name!r}; set env.args.{each.name}=…")
+
+
+def _check_call(function: Any, values: tuple[Any, ...], options: Mapping[str, Any], shape: str, where: str) -> None:
+    try:
+        inspect.signature(function).bind(*values, **options)
+    except TypeError as error:
+        raise ConfigError(f"{where}: must be callable as {shape}: {error}") from error

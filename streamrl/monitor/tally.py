@@ -1,0 +1,101 @@
+"""What the run has achieved so far: the newest metrics line, the evaluations, and the summary."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from streamrl.runtime.membership import Membership
+from streamrl.runtime.messages import Evaluated, Progress, Stepped
+from streamrl.schema import Config
+
+
+class Tally:
+    """Pure bookkeeping of the controller; no I/O."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._pending: dict[str, float] | None = None
+        self._last_step_at = time.monotonic()
+        self._statistics: dict[str, float] = {}
+        self._unreported: Evaluated | None = None
+        self.progress: Progress | None = None
+        """How far a long preparation is; None once it is over."""
+        self.parity: dict[str, Any] = {}
+        """Gates passed or failed, with their numbers."""
+        self.line: dict[str, float] = {}
+        """The newest step's metrics, for the screen."""
+        self.evaluations: list[Evaluated] = []
+        self.lag_max = 0.0
+        self.tokens_trained = 0
+
+    def started(self) -> None:
+        """Training begins now; the first step's wall time counts from here."""
+        self._last_step_at = time.monotonic()
+
+    def step(self, message: Stepped, membership: Membership, time_s: float) -> None:
+        """Complete the trainer's metrics of one step by what the controller knows, and hold the line."""
+        now = time.monotonic()
+        wall_s = max(now - self._last_step_at, 1e-9)
+        self._last_step_at = now
+        values = dict(message.metrics)
+        trained = values.pop("trained_tokens", 0.0)
+        rollouters = membership.live("rollouter")
+        busy = [member.rates.get("busy_s", 0.0) for member in rollouters]
+        values |= {
+            "step": message.step,
+            "version": message.version,
+            "time_s": time_s,
+            "wall_s": wall_s,
+            "lag/bound": self._config.max_lag,
+            "throughput/generated_tokens_per_s": sum(m.rates.get("generated_tokens", 0.0) for m in rollouters),
+            "throughput/trained_tokens_per_s": trained / wall_s,
+            "throughput/groups_per_s": self._config.group.per_step / wall_s,
+            "utilisation/trainer": (values["time/forward_backward"] + values["time/optimizer"]) / wall_s,
+            "utilisation/rollouter": sum(busy) / max(len(busy), 1),
+        }
+        self.tokens_trained += int(trained)
+        self.lag_max = max(self.lag_max, values["lag/max"])
+        self.line = values
+        self._pending = values
+
+    def take_line(self) -> dict[str, float] | None:
+        """The held line, with the evaluation that came since, once."""
+        line, self._pending = self._pending, None
+        if line is not None and self._unreported is not None:
+            line |= {"eval/accuracy": self._unreported.accuracy, "eval/version": self._unreported.version}
+            self._unreported = None
+        return line
+
+    def evaluation(self, message: Evaluated) -> None:
+        self.evaluations.append(message)
+        self._unreported = message
+
+    def evaluated(self, version: int) -> bool:
+        return any(evaluation.version == version for evaluation in self.evaluations)
+
+    def statistics(self, values: dict[str, float]) -> None:
+        self._statistics = values
+
+    def summary(self, status: str, reason: str, wall_s: float, membership: Membership) -> dict[str, Any]:
+        """The content of ``summary.json``."""
+        ledger = {key.removeprefix("ledger/"): int(value) for key, value in self._statistics.items()}
+        return {
+            "status": status,
+            "reason": reason,
+            "steps": int(self.line.get("step", 0)),
+            "version": int(self.line.get("version", 0)),
+            "wall_s": round(wall_s, 3),
+            "groups": {
+                key: ledger.get(key, 0)
+                for key in ("issued", "consumed", "refunded", "reissued", "duplicates_trained", "lost")
+            },
+            "lag_max": int(self.lag_max),
+            "lag_bound": self._config.max_lag,
+            "eval_first": self.evaluations[0].accuracy if self.evaluations else None,
+            "eval_last": self.evaluations[-1].accuracy if self.evaluations else None,
+            "tokens_generated": membership.tokens_generated,
+            "tokens_trained": self.tokens_trained,
+            "restarts": membership.restarts,
+            "parity": self.parity,
+        }

@@ -1,0 +1,99 @@
+"""Trainer ranks: process group, FSDP2 sharding of the policy, and gathering of full parameters.
+
+Parameters, gradients and optimizer state are sharded by decoder layer (ZeRO-3, arXiv 1910.02054). Gradients are
+*summed* over ranks, not averaged: the token weights of a batch already hold its global denominators (C8).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def init_ranks(rank: int, world_size: int, store_path: str | Path, timeout_s: float = 300.0) -> DeviceMesh | None:
+    """Join the trainer ranks of this host through the file ``store_path``; returns their 1-D mesh.
+
+    NCCL where CUDA is there (rank r takes device r), else gloo on the loopback interface. One rank needs no process
+    group: returns None. Collective; a collective in which a rank is missing fails after ``timeout_s`` seconds.
+    """
+    if world_size == 1:
+        return None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        # By default gloo binds to whatever the host name resolves to, which may be public or not resolve at all.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=dist.FileStore(str(store_path), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    return dist.init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+
+
+def close_ranks() -> None:
+    """Leave the process group, if there is one. Idempotent."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
+    """Shard ``root`` in place over the ranks of ``mesh``: each of ``layers`` alone, everything else with the root.
+
+    ``root`` is the module whose forward the trainer calls; embedding and head lie in its own unit, so that tied ones
+    stay one parameter. Every rank must hold equal parameters. Layers stay gathered between forward and backward on
+    CPU, where memory is cheaper than another gather.
+    """
+    again = mesh.device_type != "cpu"
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=again)
+    fully_shard(root, mesh=mesh, reshard_after_forward=again)
+    for module in _units(root):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def accumulate_only(root: nn.Module, on: bool) -> None:
+    """Whether the next backward passes keep gradients on their rank (``on``) or sum them over the ranks."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_gradient_sync(not on)
+        root.set_is_last_backward(not on)
+
+
+def reshard(root: nn.Module) -> None:
+    """Free the gathered parameters that a forward pass without backward left behind."""
+    for module in _units(root):
+        module.reshard()
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """``(name, full tensor)`` for every parameter, tied ones once, as ``model.named_parameters()`` names them.
+
+    Collective: gathers one parameter at a time, so that every rank must walk the whole iterator in step. On one rank
+    the tensors are the parameters' own storage, not copies.
+    """
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a tensor, or the tensor itself where nothing is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _units(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -1,0 +1,142 @@
+"""Refuse settings that contradict each other, with the way out, and derive the bounds that ``--dry-run`` prints."""
+
+from __future__ import annotations
+
+import math
+
+from streamrl.errors import ConfigError
+from streamrl.schema import Config
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "on_stale": ("mask", "evict", "wait"),
+    "engine.name": ("embedded",),
+    "engine.kv": ("keep", "recompute"),
+    "model.dtype": ("float32", "bfloat16"),
+    "loss.name": ("tis", "ppo"),
+    "loss.advantage": ("mean", "mean_std", "leave_one_out", "batch_std"),
+    "loss.aggregation": (
+        "token_mean",
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "prompt_mean",
+    ),
+    "trainer.schedule": ("constant", "linear", "cosine"),
+    "wandb.name": ("offline", "online", "disabled"),
+}
+
+MINIMA: dict[str, float] = {
+    "steps": 1,
+    "trainers": 1,
+    "rollouts": 1,
+    "max_lag": 0,
+    "env.timeout_s": 0.001,
+    "env.max_failures": 1,
+    "model.max_length": 2,
+    "model.warmup.steps": 0,
+    "model.warmup.batch": 1,
+    "engine.slots": 1,
+    "engine.threads": 1,
+    "sampling.top_k": 0,
+    "sampling.max_tokens": 1,
+    "group.size": 2,
+    "group.per_step": 1,
+    "buffer.lease_timeout_s": 0.001,
+    "buffer.max_attempts": 1,
+    "buffer.max_bytes": 1,
+    "trainer.lr": 0,
+    "trainer.lr_warmup_steps": 0,
+    "trainer.weight_decay": 0,
+    "trainer.token_budget": 2,
+    "trainer.threads": 1,
+    "sync.bucket_bytes": 256,
+    "sync.timeout_s": 0.001,
+    "eval.every": 0,
+    "eval.tasks": 0,
+    "liveness.heartbeat_s": 0.01,
+    "liveness.actor_timeout_s": 0.1,
+    "liveness.no_progress_s": 0.1,
+    "liveness.start_timeout_s": 0.1,
+    "liveness.drain_timeout_s": 0.1,
+    "liveness.max_restarts": 0,
+}
+
+POSITIVE = ("sampling.temperature", "loss.tis_cap", "trainer.max_grad_norm", "trainer.eps")
+
+
+def lookup(config: Config, key: str) -> object:
+    """The value at a dotted key."""
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def validate(config: Config) -> Config:
+    """``config`` unchanged, or ``ConfigError`` with the first thing that is wrong and the way out."""
+    for key, choices in CHOICES.items():
+        value = lookup(config, key)
+        if value not in choices:
+            raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}")
+    for key, minimum in MINIMA.items():
+        value = lookup(config, key)
+        assert isinstance(value, int | float)
+        if not minimum <= value < math.inf:
+            raise ConfigError(f"{key}={value}: must be at least {minimum:g} and finite")
+    for key in POSITIVE:
+        value = lookup(config, key)
+        assert isinstance(value, int | float)
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{key}={value}: must be positive and finite")
+    _check_relations(config)
+    return config
+
+
+def _check_relations(config: Config) -> None:
+    sampling, group, trainer = config.sampling, config.group, config.trainer
+    if sampling.top_k != 0 or sampling.top_p != 1.0:
+        raise ConfigError(
+            f"sampling.top_k={sampling.top_k}, sampling.top_p={sampling.top_p}: the trainer does not replay truncated "
+            "sampling, so its log-probs would not be the sampler's; train with sampling.top_k=0 sampling.top_p=1.0"
+        )
+    if sampling.max_tokens >= config.model.max_length:
+        raise ConfigError(
+            f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in "
+            f"model.max_length={config.model.max_length}; raise model.max_length"
+        )
+    if trainer.token_budget < config.model.max_length:
+        raise ConfigError(
+            f"trainer.token_budget={trainer.token_budget} cannot hold one trajectory of "
+            f"model.max_length={config.model.max_length} tokens; raise it to at least that"
+        )
+    if not (0 <= trainer.beta1 < 1 and 0 <= trainer.beta2 < 1):
+        raise ConfigError(f"trainer.beta1={trainer.beta1}, trainer.beta2={trainer.beta2}: both must lie in [0, 1)")
+    if config.loss.clip_low < 0 or config.loss.clip_high < 0:
+        raise ConfigError(f"loss.clip_low={config.loss.clip_low}, loss.clip_high={config.loss.clip_high}: negative")
+    if group.per_step < config.trainers:
+        raise ConfigError(
+            f"group.per_step={group.per_step} groups cannot feed trainers={config.trainers} ranks; "
+            "raise group.per_step or lower --trainers"
+        )
+    if config.liveness.actor_timeout_s <= 2 * config.liveness.heartbeat_s:
+        raise ConfigError(
+            f"liveness.actor_timeout_s={config.liveness.actor_timeout_s} must be over twice "
+            f"liveness.heartbeat_s={config.liveness.heartbeat_s}, or a late heartbeat counts as a death"
+        )
+    if config.model.warmup.steps and config.model.name != "tiny-qwen3":
+        raise ConfigError(
+            f"model.warmup.steps={config.model.warmup.steps} is for a model built here; "
+            f"model.name={config.model.name} is already trained: set model.warmup.steps=0"
+        )
+
+
+def derived_bounds(config: Config) -> dict[str, object]:
+    """What follows from the settings, for ``--dry-run``."""
+    outstanding = (config.max_lag + 1) * config.group.per_step
+    return {
+        "groups in flight or ready, at most": outstanding,
+        "trajectories per optimizer step": config.group.per_step * config.group.size,
+        "lag of a trained token, at most (versions)": config.max_lag,
+        "sequences decoded at once, at most": config.rollouts * config.engine.slots,
+        "trajectory tokens outstanding, at most": outstanding * config.group.size * config.model.max_length,
+        "seconds without progress until the run ends": config.liveness.no_progress_s,
+    }

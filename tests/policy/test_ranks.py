@@ -1,0 +1,180 @@
+"""One, two and four ranks: real processes over gloo, uneven micro-batches, equal numbers.
+
+The four processes are started once. They run the same steps as one mesh of four, then as two independent meshes of two,
+and leave what they saw in files; the tests below compare those with a learner without ranks in this process.
+"""
+
+import math
+import multiprocessing
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from learner_cases import batch, group, settings, tiny_model, trajectory, varied_groups
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from streamrl.errors import DivergedError
+from streamrl.policy.learner import Learner
+from streamrl.policy.parallel import close_ranks, init_ranks
+from streamrl.types import TrainGroup
+
+DEADLINE_S = 120.0
+CLIP = 0.05
+SCORED = trajectory("abcdef", "ghij").tokens
+CASES = [(2, False), (4, True)]
+"""(ranks, tied embedding and head)"""
+
+
+def shares(ranks: int) -> list[list[list[TrainGroup]]]:
+    """Micro-batches per rank: the same six groups, uneven, with empty ones first, between and last."""
+    a, b, c, d, e, f = varied_groups()
+    c1 = TrainGroup(c.lease, c.env, c.trajectories[:1], c.advantages[:1], c.token_weights[:1])
+    c2 = TrainGroup(c.lease, c.env, c.trajectories[1:], c.advantages[1:], c.token_weights[1:])
+    four = [[[a, b], [], [c1]], [[], [c2], []], [[d], [e], []], [[], [], [f]]]
+    return {1: [[m for each in four for m in each]], 2: [four[0] + four[1], four[2] + four[3]], 4: four}[ranks]
+
+
+def observe(mesh, ranks: int, rank: int, tied: bool) -> dict:
+    """Everything that the tests compare, as one rank sees it."""
+    model = tiny_model(tied)
+    learner = Learner(settings(eps=0.1, max_grad_norm=CLIP), model, mesh)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(*_):
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+    handle = register_optimizer_step_pre_hook(keep)
+    seen: dict = {"scores_before": learner.score(SCORED, 0.7)}
+    seen["first"] = learner.step(batch(*shares(ranks)[rank]))
+    seen["gradients"] = dict(gradients)
+    handle.remove()
+    seen["scores"] = learner.score(SCORED, 0.7)
+    seen["second"] = learner.step(batch(*shares(ranks)[rank], version=6))
+    seen["nothing"] = learner.step(batch([], [group(trajectory("ab", "cd", versions=[(1, 2)]))] if rank == 0 else []))
+    seen["diverged"] = diverge(learner, rank, last=ranks - 1)
+    seen["after"] = learner.step(batch(*shares(ranks)[rank], version=7))
+    seen["parameters"] = {name: tensor.clone() for name, tensor in learner.full_parameters()}
+    seen["dtypes"] = {parameter.dtype for parameter in model.parameters()}
+    return seen
+
+
+def diverge(learner: Learner, rank: int, last: int) -> str:
+    """What the ranks say when only the last one has a loss that is not finite."""
+    mine = trajectory("ab", "cd")
+    if rank == last:
+        mine.behaviour[3] = math.nan
+    try:
+        learner.step(batch([group(mine, advantages=[1.0])], step=9))
+    except DivergedError as error:
+        return str(error)
+    return "no error"
+
+
+def work(rank: int, folder: Path) -> None:
+    """Body of one of the four processes."""
+    try:
+        torch.set_num_threads(1)
+        four = init_ranks(rank, 4, folder / "store", timeout_s=DEADLINE_S / 2)
+        two = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+        seen = {(4, True): observe(four, 4, rank, tied=True), (2, False): observe(two, 2, rank % 2, tied=False)}
+        torch.save(seen, folder / f"rank-{rank}.pt")
+        close_ranks()
+    except BaseException:
+        (folder / f"rank-{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """``{(ranks, tied): [what each rank saw]}``, with one rank under ``(1, tied)``."""
+    folder = tmp_path_factory.mktemp("ranks")
+    # torch and transformers take seconds to import: once in a clean server, from which the four are forked.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["test_ranks"])
+    processes = [context.Process(target=work, args=(rank, folder), daemon=True) for rank in range(4)]
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        for process in processes:
+            process.start()
+        alone = {(1, tied): [observe(None, 1, 0, tied)] for tied in (True, False)}
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+    assert not errors, "\n".join(errors)
+    assert [process.exitcode for process in processes] == [0] * 4, f"not done in {DEADLINE_S} s"
+    each = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(4)]
+    return alone | {case: [rank[case] for rank in each] for case in CASES}
+
+
+def numbers(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("time/")}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_metrics_are_those_of_one_rank(seen, case):
+    alone = seen[1, case[1]][0]
+    for rank in seen[case]:
+        for step in ("first", "second", "nothing", "after"):
+            assert numbers(rank[step]) == pytest.approx(numbers(alone[step]), rel=1e-5, abs=1e-7), step
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_one_rank_and_clipped_by_the_global_norm(seen, case):
+    alone = seen[1, case[1]][0]
+    assert alone["first"]["policy/grad_norm"] > 2 * CLIP
+    for rank in seen[case]:
+        total = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in rank["gradients"].values()))
+        assert total == pytest.approx(CLIP, rel=1e-5)
+        for name, gradient in alone["gradients"].items():
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_after_all_steps_are_those_of_one_rank_under_the_same_names(seen, case):
+    alone = seen[1, case[1]][0]
+    for rank in seen[case]:
+        assert list(rank["parameters"]) == list(alone["parameters"])
+        for name, parameter in alone["parameters"].items():
+            torch.testing.assert_close(rank["parameters"][name], parameter, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_one_rank_before_and_after_an_update(seen, case):
+    alone = seen[1, case[1]][0]
+    for rank in seen[case]:
+        for moment in ("scores_before", "scores"):
+            torch.testing.assert_close(torch.tensor(rank[moment]), torch.tensor(alone[moment]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_loss_that_is_not_finite_on_one_rank_stops_all_of_them_and_is_named(seen, case):
+    expected = f"step 9: the loss on rank {case[0] - 1} is not finite; the weights are unchanged"
+    assert {rank["diverged"] for rank in seen[case]} == {expected}
+
+
+def test_a_step_without_trainable_tokens_changes_nothing_but_the_masked_count(seen):
+    for ranks, tied in CASES:
+        for rank in seen[ranks, tied]:
+            assert rank["nothing"]["trained_tokens"] == rank["nothing"]["policy/grad_norm"] == 0.0
+            assert rank["nothing"]["lag/masked_tokens"] == 2.0
+
+
+def test_parameters_stay_float32_whatever_the_number_of_ranks(seen):
+    assert {dtype for observed in seen.values() for rank in observed for dtype in rank["dtypes"]} == {torch.float32}
+
+
+def test_one_rank_needs_no_process_group(tmp_path):
+    assert init_ranks(0, 1, tmp_path / "store") is None
+    assert not dist.is_initialized()
+    close_ranks()

@@ -1,0 +1,70 @@
+"""The whole ring on real processes, in seconds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from streamrl.metrics import EVAL_KEYS, KEYS
+
+
+def test_a_run_completes_and_its_folder_holds_what_the_design_says(launch: Any):
+    ring = launch("--steps", "6", "eval.every=3", "wandb=offline")
+    assert ring.wait() == 0, ring.output + ring.logs()
+    assert "status: completed" in ring.output.splitlines()
+    summary = ring.summary()
+    assert (summary["status"], summary["steps"], summary["version"]) == ("completed", 6, 6)
+    groups = summary["groups"]
+    assert (groups["consumed"], groups["duplicates_trained"], groups["lost"]) == (24, 0, 0)
+    assert groups["issued"] >= groups["consumed"] + groups["refunded"]
+    assert summary["lag_max"] <= summary["lag_bound"] == 1
+    assert summary["tokens_trained"] > 0
+    assert summary["tokens_generated"] > 0
+    assert summary["parity"]["numerics"]["passed"]
+    lines = ring.metrics()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(set(KEYS) <= set(line) for line in lines)
+    assert {"eval/accuracy", "eval/version"} == set(EVAL_KEYS) <= set(lines[-1])
+    assert lines[-1]["eval/version"] == 6
+    assert all("reward/reasoning_gym/mean" in line for line in lines)
+    assert (ring.run_dir / "config.yaml").exists()
+    assert list((ring.run_dir / "wandb").glob("offline-run-*"))
+
+
+def test_every_event_says_when_what_who_and_where(launch: Any):
+    ring = launch("--steps", "2")
+    assert ring.wait() == 0, ring.output
+    events = ring.events()
+    assert all({"time", "event", "actor", "pid", "host"} <= set(event) for event in events)
+    names = {event["event"] for event in events}
+    assert {"actor_started", "actor_ready", "gate_passed", "version_committed", "evaluated", "run_ended"} <= names
+    assert {event["actor"] for event in events} >= {"buffer", "trainer-0", "rollouter-0", "evaluator", "controller"}
+
+
+def test_on_policy_every_ratio_is_one_and_nothing_is_clipped(launch: Any):
+    ring = launch("--steps", "5", "max_lag=0", "loss=ppo", "trainer.lr=1e-3")
+    assert ring.wait() == 0, ring.output
+    for line in ring.metrics():
+        assert line["lag/max"] == 0
+        assert line["policy/ratio_mean"] == pytest.approx(1, abs=1e-5)
+        assert line["mismatch/max"] <= 1e-5
+        assert line["policy/clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("on_stale", ["mask", "evict", "wait"])
+def test_every_way_to_handle_stale_groups_keeps_the_bound(launch: Any, on_stale: str):
+    ring = launch("--steps", "12", "--rollouts", "2", "max_lag=2", f"on_stale={on_stale}")
+    assert ring.wait() == 0, ring.output
+    summary = ring.summary()
+    assert summary["lag_max"] <= 2
+    assert (summary["groups"]["lost"], summary["groups"]["duplicates_trained"]) == (0, 0)
+    if on_stale == "wait":
+        assert all(line["lag/masked_tokens"] == line["lag/evicted_groups"] == 0 for line in ring.metrics())
+
+
+def test_two_trainer_ranks_and_dynamic_sampling_complete(launch: Any):
+    ring = launch("--steps", "4", "--trainers", "2", "group.drop_zero_variance=true", "env=strings_partial:Partial")
+    assert ring.wait() == 0, ring.output + ring.logs()
+    assert json.dumps(ring.summary()["groups"]["lost"]) == "0"

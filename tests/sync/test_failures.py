@@ -1,0 +1,405 @@
+"""Publisher and subscribers on one event loop: members that are missing, slow, broken, restarted or confused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from sync_support import (
+    Events,
+    FakeEngine,
+    Ring,
+    equal,
+    flip_byte,
+    manifest_of,
+    ring,
+    small_model,
+    socket_folder,
+    weights,
+)
+
+from streamrl.errors import WeightSyncError
+from streamrl.sync import messages as wire
+from streamrl.sync.arena import Arena
+from streamrl.sync.subscriber import Subscriber
+
+
+async def publish_0(it: Ring, *names: str) -> list[FakeEngine]:
+    engines = [it.join(name) for name in names]
+    it.publisher.set_members(set(names), set())
+    it.write(0, small_model(0))
+    await it.publisher.publish(0)
+    return engines
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_corrupted_bucket_gives_the_update_up_and_the_old_version_serves_everywhere() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            engines = await publish_0(it, "rollouter-0", "rollouter-1")
+            updates = it.observe("evaluator").updates()
+            it.publisher.set_members({"rollouter-0", "rollouter-1"}, {"evaluator"})
+            it.write(1, small_model(1))
+            flip_byte(it.publisher._arena, 1, it.publisher.manifest.buckets[1].offset)
+            with pytest.raises(
+                WeightSyncError, match="version 1 was given up, version 0 serves: .*bucket 1 of 4 .* is corr"
+            ):
+                await it.publisher.publish(1, observe=True)
+            assert it.publisher.current_version == 0
+            for engine in engines:
+                assert engine.log == ["pause", "load 0", "resume"]
+                assert equal(engine.weights, weights(small_model(0)))
+
+            it.write(1, small_model(2))  # the same number again, intact and with other weights
+            await it.publisher.publish(1, observe=True)
+            assert all(equal(engine.weights, weights(small_model(2))) for engine in engines)
+            version, tensors = await anext(updates)
+            assert version == 1
+            assert equal(tensors, weights(small_model(2)))
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_fails_to_stage_once_gets_a_second_try() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            (engine,) = await publish_0(it, "rollouter-0")
+            link = it.subscribers["rollouter-0"]._link
+            read, tries = link.read, []
+
+            def fail_once(stage: wire.Stage) -> object:
+                tries.append(stage.version)
+                if len(tries) == 1:
+                    raise WeightSyncError("a cosmic ray")
+                return read(stage)
+
+            link.read = fail_once  # type: ignore[assignment,method-assign]
+            it.write(1, small_model(1))
+            await it.publisher.publish(1)
+            assert tries == [1, 1]
+            assert equal(engine.weights, weights(small_model(1)))
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_every_engine_refuses_is_given_up_and_all_resume_on_the_old_one() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            engines = await publish_0(it, "rollouter-0", "rollouter-1")
+            for engine in engines:
+                engine.refuse = {1}
+            it.write(1, small_model(1))
+            with pytest.raises(WeightSyncError, match="rollouter-0: no parameter of mine .* rollouter-1: no parameter"):
+                await it.publisher.publish(1)
+            assert it.publisher.current_version == 0
+            assert it.unresponsive == []
+            for engine in engines:
+                assert engine.log[-1] == "resume"
+                assert equal(engine.weights, weights(small_model(0)))
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_alone_refuses_to_commit_is_left_behind_until_it_is_restarted() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            good, bad = await publish_0(it, "rollouter-0", "rollouter-1")
+            bad.refuse = {1}
+            it.write(1, small_model(1))
+            report = await it.publisher.publish(1)
+            assert (report.rollouters, it.publisher.current_version) == (1, 1)
+            assert it.unresponsive == [("rollouter-1", "commit")]
+            assert equal(good.weights, weights(small_model(1)))
+            assert equal(bad.weights, weights(small_model(0)))
+
+            await it.leave("rollouter-1")
+            restarted = it.join("rollouter-1")
+            await it.events.wait("version_committed", version=1, members=["rollouter-1"], late=True)
+            assert equal(restarted.weights, weights(small_model(1)))
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_breaks_while_it_loads_is_never_resumed() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            (engine,) = await publish_0(it, "rollouter-0")
+
+            async def break_down(version: int) -> None:
+                raise RuntimeError("half of the tensors are copied")
+
+            engine.before_load = break_down
+            it.write(1, small_model(1))
+            publish = asyncio.create_task(it.publisher.publish(1))
+            with pytest.raises(ExceptionGroup) as raised:
+                await it.tasks.pop("rollouter-0")
+            assert raised.group_contains(RuntimeError, match="half of the tensors")
+            assert engine.log[-1] == "pause"
+            it.publisher.set_members(set(), set())
+            await publish
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_whose_slot_was_overwritten_while_it_loaded_is_never_resumed() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            engine = it.join("rollouter-0")
+            loading, release = asyncio.Event(), asyncio.Event()
+
+            async def hold(version: int) -> None:
+                loading.set()
+                await release.wait()
+
+            engine.before_load = hold
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, small_model(0))
+            publish = asyncio.create_task(it.publisher.publish(0))
+            await loading.wait()
+            it.publisher.set_members(set(), set())  # declared dead, but it lives
+            await publish
+            it.write(1, small_model(1))
+            await it.publisher.publish(1)
+            it.write(2, small_model(2))
+            release.set()
+            with pytest.raises(ExceptionGroup) as raised:
+                await it.tasks.pop("rollouter-0")
+            assert raised.group_contains(WeightSyncError, match="overwritten while the engine loaded it")
+            assert "resume" not in engine.log
+
+    asyncio.run(scenario())
+
+
+# Deadlines and membership ---------------------------------------------------------------------------------------------
+
+
+def test_a_member_that_never_connects_is_reported_and_then_named_by_the_error() -> None:
+    async def scenario() -> None:
+        async with ring(timeout_s=0.2) as it:
+            engine = it.join("rollouter-0")
+            it.publisher.set_members({"rollouter-0", "rollouter-8", "rollouter-9"}, set())
+            it.write(0, small_model(0))
+            with pytest.raises(WeightSyncError) as raised:
+                await it.publisher.publish(0)
+            assert "rollouter-8: no answer within 0.4 s (connect)" in str(raised.value)
+            assert "rollouter-9: no answer within 0.4 s (connect)" in str(raised.value)
+            assert "rollouter-0" not in str(raised.value)
+            assert it.unresponsive == [("rollouter-8", "connect"), ("rollouter-9", "connect")]
+            timeouts = [(fields["member"], fields["last"]) for fields in it.events.named("sync_timeout")]
+            assert timeouts == [(name, last) for last in (False, True) for name in ("rollouter-8", "rollouter-9")]
+            assert engine.log == []
+
+    asyncio.run(scenario())
+
+
+def test_taking_out_an_unresponsive_member_lets_the_update_go_on() -> None:
+    async def scenario() -> None:
+        async with ring(timeout_s=0.2) as it:
+            engine = it.join("rollouter-0")
+            it.publisher.set_members({"rollouter-0", "rollouter-9"}, set())
+            it.publisher._on_unresponsive = lambda member, phase: it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, small_model(0))
+            assert (await it.publisher.publish(0)).rollouters == 1
+            assert engine.log == ["pause", "load 0", "resume"]
+
+    asyncio.run(scenario())
+
+
+def test_a_commit_that_is_not_answered_is_named_and_the_version_serves_elsewhere() -> None:
+    async def scenario() -> None:
+        async with ring(timeout_s=0.2) as it:
+            good, stuck = it.join("rollouter-0"), it.join("rollouter-1")
+
+            async def hang(version: int) -> None:
+                await asyncio.Event().wait()
+
+            stuck.before_load = hang
+            it.publisher.set_members({"rollouter-0", "rollouter-1"}, set())
+            it.write(0, small_model(0))
+            with pytest.raises(WeightSyncError, match="serves, but not everywhere: rollouter-1: .* 0.4 s .commit"):
+                await it.publisher.publish(0)
+            assert it.unresponsive == [("rollouter-1", "commit")]
+            assert it.publisher.current_version == 0
+            assert equal(good.weights, weights(small_model(0)))
+
+    asyncio.run(scenario())
+
+
+def test_a_member_restarted_in_mid_update_is_brought_along() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            await publish_0(it, "rollouter-0", "rollouter-1")
+            await it.leave("rollouter-1")
+            it.write(1, small_model(1))
+            publish = asyncio.create_task(it.publisher.publish(1))
+            restarted = it.join("rollouter-1")
+            assert (await publish).rollouters == 2
+            assert restarted.log == ["pause", "load 1", "resume"]
+
+    asyncio.run(scenario())
+
+
+def test_of_two_processes_with_one_name_the_newer_counts() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            old = it.join("rollouter-0")
+            it.tasks["zombie"] = it.tasks.pop("rollouter-0")
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, small_model(0))
+            await it.publisher.publish(0)
+            new = it.join("rollouter-0")
+            await it.events.wait("version_committed", version=0, late=True)
+            it.write(1, small_model(1))
+            assert (await it.publisher.publish(1)).rollouters == 1
+            assert new.log == ["pause", "load 0", "resume", "pause", "load 1", "resume"]
+            assert old.log == ["pause", "load 0", "resume"]
+
+    asyncio.run(scenario())
+
+
+def test_stopping_the_publisher_ends_an_update_that_waits() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, small_model(0))
+            publish = asyncio.create_task(it.publisher.publish(0))
+            await asyncio.sleep(0)
+            await it.leave("publisher")
+            with pytest.raises(WeightSyncError, match="stopped during an update"):
+                await publish
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_publish_brings_members_back_to_the_current_version() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            quick, slow = await publish_0(it, "rollouter-0", "rollouter-1")
+            loading, release = asyncio.Event(), asyncio.Event()
+
+            async def hold(version: int) -> None:
+                if version == 1:
+                    loading.set()
+                    await release.wait()
+
+            slow.before_load = hold
+            it.write(1, small_model(1))
+            publish = asyncio.create_task(it.publisher.publish(1))
+            await loading.wait()
+            publish.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await publish
+            release.set()
+            for name in ("rollouter-0", "rollouter-1"):
+                await it.events.wait("version_committed", version=0, members=[name], late=True)
+            for engine in (quick, slow):
+                assert equal(engine.weights, weights(small_model(0)))
+            assert it.publisher.current_version == 0
+
+    asyncio.run(scenario())
+
+
+# The wire -------------------------------------------------------------------------------------------------------------
+
+GARBAGE = [
+    pytest.param([b"\xc1 not msgpack"], id="no msgpack"),
+    pytest.param([b""], id="empty"),
+    pytest.param([msgspec.msgpack.encode({"type": "Detonate"})], id="unknown type"),
+    pytest.param([msgspec.msgpack.encode({"type": "Staged", "session": 3, "update": "x"})], id="ill-typed"),
+    pytest.param([wire.encode(wire.Staged(schema=99, session="s", update=1))], id="other schema version"),
+    pytest.param([b"two", b"frames"], id="two frames"),
+    pytest.param([wire.encode(wire.Hello(name="rollouter-0", pid=1, incarnation=1))], id="foreign name"),
+]
+
+
+@pytest.mark.parametrize("frames", GARBAGE)
+def test_a_malformed_frame_is_counted_answered_and_survived_by_the_publisher(frames: list[bytes]) -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            stranger = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+            stranger.linger, stranger.identity = 0, b"stranger"
+            stranger.connect(it.endpoint)
+            await stranger.send_multipart(frames)
+            answer = wire.decode_to_subscriber(await stranger.recv())
+            stranger.close()
+            assert isinstance(answer, wire.Refused)
+            assert it.publisher.malformed_frames == 1
+            assert it.events.named("malformed_frame") == [{"sender": "stranger", "reason": answer.reason}]
+            (engine,) = await publish_0(it, "rollouter-0")
+            assert engine.log == ["pause", "load 0", "resume"]
+
+    asyncio.run(scenario())
+
+
+class BarePublisher:
+    """The publisher's socket without its logic, to say things that it would not say."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.bind(endpoint)
+        self.peer = b""
+
+    async def receive(self) -> wire.ToPublisher:
+        self.peer, frame = await self.socket.recv_multipart()
+        return wire.decode_to_publisher(frame)
+
+    async def ask(self, message: wire.Message) -> wire.ToPublisher:
+        await self.socket.send_multipart([self.peer, wire.encode(message)])
+        return await self.receive()
+
+
+def test_a_subscriber_answers_what_is_asked_again_without_doing_it_again() -> None:
+    async def scenario(endpoint: str) -> None:
+        model, engine, events = small_model(1), FakeEngine(), Events()
+        arena = Arena(manifest_of(model))
+        digests = arena.write(0, model.named_parameters())
+        publisher = BarePublisher(endpoint)
+        subscriber = Subscriber(endpoint, "rollouter-0", engine, events)
+        task = asyncio.create_task(subscriber.run())
+        try:
+            assert isinstance(await publisher.receive(), wire.Hello)
+            await publisher.socket.send_multipart([publisher.peer, b"garbage"])
+            assert isinstance(await publisher.receive(), wire.Refused)
+            assert subscriber.malformed_frames == len(events.named("malformed_frame")) == 1
+
+            stage = wire.Stage(session="s", update=3, version=0, digests=digests, private=False)
+            commit = wire.Commit(session="s", update=3)
+            refused = await publisher.ask(stage)
+            assert isinstance(refused, wire.StageFailed)
+            assert "no Welcome of session s" in refused.reason
+
+            welcome = wire.Welcome(session="s", path=arena.path, manifest=arena.manifest)
+            await publisher.socket.send_multipart([publisher.peer, wire.encode(welcome)])
+            staged = wire.Staged(session="s", update=3)
+            assert await publisher.ask(stage) == staged
+            assert await publisher.ask(stage) == staged
+            assert len(events.named("version_staged")) == 1
+            committed = await publisher.ask(commit)
+            assert isinstance(committed, wire.Committed)
+            assert await publisher.ask(commit) == committed
+            assert await publisher.ask(stage) == staged
+            assert await publisher.ask(commit) == committed
+            assert engine.log == ["pause", "load 0", "resume"]
+
+            other = await publisher.ask(wire.Commit(session="s", update=4))
+            assert isinstance(other, wire.CommitFailed)
+            assert other.reason == "update 4 is not staged here"
+            assert await publisher.ask(msgspec.structs.replace(stage, update=5)) == wire.Staged(session="s", update=5)
+            discard = wire.Discard(session="s", update=5)
+            await publisher.socket.send_multipart([publisher.peer, wire.encode(discard)])
+            assert isinstance(await publisher.ask(wire.Commit(session="s", update=5)), wire.CommitFailed)
+            assert engine.log == ["pause", "load 0", "resume"]
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            publisher.socket.close()
+            arena.close()
+
+    with socket_folder() as endpoint:
+        asyncio.run(scenario(endpoint))
