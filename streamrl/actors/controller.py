@@ -1,29 +1,24 @@
-"""The controller: starts the actors, watches over them, gathers what they report, and decides how the run ends.
+"""The controller: what a run does with its actors, phase by phase, and what it makes of their reports.
 
-One asyncio task group; one failure channel (``_fail``): whatever goes wrong ends ``run`` with the first reason.
-It never touches trajectories or weights, so it may be slow without slowing the ring.
+Starting, watching and replacing them is ``runtime/supervisor.py``. The controller never touches trajectories or
+weights, so it may be slow without slowing the ring.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import zmq
-import zmq.asyncio
 
 from streamrl import errors
 from streamrl.actors.probe import ParityGate
-from streamrl.errors import ActorDied, StreamRLError, WireError
 from streamrl.monitor.recorder import Recorder
 from streamrl.monitor.tally import Tally
-from streamrl.runtime.actor import ActorSpec, State
-from streamrl.runtime.membership import Member, Membership
+from streamrl.runtime.actor import State
+from streamrl.runtime.membership import Member
 from streamrl.runtime.messages import (
     Evaluated,
     Event,
@@ -42,69 +37,22 @@ from streamrl.runtime.messages import (
     Statistics,
     Stepped,
     Stop,
-    Tick,
     Unresponsive,
-    decode,
-    encode,
 )
-from streamrl.runtime.spawner import Exited
-from streamrl.runtime.spawner_client import SpawnerClient
+from streamrl.runtime.supervisor import Supervisor
 from streamrl.schema import Config
 
-STACKS_GRACE_S = 1.0
-"""Seconds that actors get to write their stacks before the watchdog ends the run."""
 
-
-class Controller:
+class Controller(Supervisor):
     """One run, from spawning the actors to their last word."""
 
     def __init__(
         self, config: Config, run_dir: Path, ipc_dir: str, recorder: Recorder, on_change: Callable[[], None]
     ) -> None:
-        self.config = config
-        self.membership = Membership()
+        super().__init__(config, run_dir, ipc_dir, recorder.event, on_change)
         self.tally = Tally(config)
-        self._run_dir = run_dir
-        self._ipc_dir = ipc_dir
         self._recorder = recorder
-        self._on_change = on_change
-        self._model = ""
-        self._started = False
-        self._changed = asyncio.Event()
-        """Set whenever something happened that a waiting phase may want to look at."""
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._last_progress = time.monotonic()
-        self._closing = False
         self._gate = ParityGate(config.model.dtype)
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def run(self) -> None:
-        """Train until the last step is evaluated; raises the first failure. Leaves no process behind."""
-        context = zmq.asyncio.Context()
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a replacement takes over the identity of the dead
-        self._socket.bind(f"ipc://{self._ipc_dir}/control")
-        self._spawner = SpawnerClient(self._run_dir, self._ipc_dir, self._exited)
-        background = [
-            asyncio.create_task(self._guard(coroutine), name=coroutine.__name__)
-            for coroutine in (self._listen, self._tick, self._spawner.listen)
-        ]
-        phases = asyncio.create_task(self._phases())
-        try:
-            await asyncio.wait({phases, self._failure}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure.done():
-                self._failure.result()
-            await phases
-        finally:
-            self._closing = True
-            tasks = (phases, *background, *self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self._socket.close()
-            context.term()
-            self._spawner.close()
 
     # Phases -----------------------------------------------------------------------------------------------------------
 
@@ -116,7 +64,7 @@ class Controller:
         self.tally.started()
         for member in self.membership.live():
             await self._send(member, Start())
-        await self._announce_members()
+        await self._membership_changed()
         await self._until(lambda: all(member.finished for member in self.membership.of("trainer")), None, "training")
         if self.config.eval.tasks:
             await self._until(lambda: self.tally.evaluated(self.config.steps), self.config.liveness.no_progress_s,
@@ -151,113 +99,23 @@ class Controller:
             for member in members:
                 await self._send(member, Stop())
             await self._until(
-                lambda members=members: not any(member.alive for member in members),  # type: ignore[misc]
+                partial(_all_ended, members),
                 self.config.liveness.drain_timeout_s,
                 f"{' and '.join(kinds)} to stop",
             )
 
-    async def _until(self, condition: Callable[[], bool], timeout_s: float | None, what: str) -> None:
-        """Wait for ``condition``, looked at after every event; ``DeadlineExceeded`` says what was missing."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise errors.DeadlineExceeded(
-                f"waited {timeout_s:g} s for {what}; state: {self.membership.waits()}"
-            ) from None
+    # Members ----------------------------------------------------------------------------------------------------------
 
-    # Actors -----------------------------------------------------------------------------------------------------------
+    async def _bereaved(self, member: Member) -> None:
+        await self._send_to("buffer", HolderLost(holder=member.spec.name))
+        await self._membership_changed()
 
-    async def _spawn(self, kind: str, name: str, index: int, incarnation: int = 0) -> Member:
-        spec = ActorSpec(
-            kind=kind, name=name, incarnation=incarnation, index=index, run_dir=str(self._run_dir),
-            ipc_dir=self._ipc_dir, config=self.config, model=self._model,
-        )  # fmt: skip
-        member = self.membership.add(spec)
-        await self._spawner.spawn(spec)
-        return member
-
-    def _exited(self, exited: Exited) -> None:
-        member = self.membership.members[exited.name]
-        if member.spec.incarnation != exited.incarnation:
-            return
-        member.alive = False
-        member.state = State.STOPPED
-        expected = exited.code == 0 and member.stopping
-        event = "actor_stopped" if exited.code == 0 else "actor_lost"
-        self._recorder.event(event, {"code": exited.code}, exited.name, exited.pid, member.host)
-        if not expected and not self._closing:
-            self._lost(member, exited.code)
-        self._wake()
-
-    def _lost(self, member: Member, code: int) -> None:
-        """Replace a rollouter; end the run for any other actor, whose state cannot be rebuilt."""
-        reason = member.failure.reason if member.failure else _describe_exit(code)
-        replaceable = member.spec.kind == "rollouter" and self._started and not _is_final(member.failure)
-        if not replaceable:
-            self._fail(_as_error(member, reason))
-        elif self.membership.restarts >= self.config.liveness.max_restarts:
-            self._fail(ActorDied(f"{member.spec.name} {reason}; gave up after {self.membership.restarts} restarts"))
-        else:
-            self.membership.restarts += 1
-            self._background(self._replace(member))
-
-    async def _replace(self, member: Member) -> None:
-        spec = member.spec
-        await self._send_to("buffer", HolderLost(holder=spec.name))
-        await self._announce_members()
-        replacement = await self._spawn(spec.kind, spec.name, spec.index, spec.incarnation + 1)
-        await self._until(
-            lambda: replacement.state is not State.STARTING or not replacement.alive,
-            self.config.liveness.start_timeout_s, f"the replacement of {spec.name}",
-        )  # fmt: skip
-        if replacement.alive:
-            self._recorder.event("actor_restarted", {"incarnation": replacement.spec.incarnation}, spec.name,
-                                 replacement.pid, replacement.host)  # fmt: skip
-            await self._send(replacement, Start())
-            await self._announce_members()
-
-    def _background(self, work: Any) -> None:
-        """Own a task whose failure is the run's failure."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._background_done)
-
-    def _background_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
-    async def _announce_members(self) -> None:
+    async def _membership_changed(self) -> None:
         rollouters = [m.spec.name for m in self.membership.live("rollouter") if m.state is not State.STARTING]
         observers = [m.spec.name for m in self.membership.live("evaluator")]
         await self._send_to("trainer-0", Members(rollouters=rollouters, observers=observers))
 
-    async def _send_to(self, name: str, message: Message) -> None:
-        await self._send(self.membership.members[name], message)
-
-    async def _send(self, member: Member, message: Message) -> None:
-        member.stopping |= isinstance(message, Stop)
-        if member.alive:
-            await self._socket.send_multipart([member.spec.name.encode(), encode(message)])
-
     # Messages ---------------------------------------------------------------------------------------------------------
-
-    async def _listen(self) -> None:
-        while True:
-            identity, frame = (await self._socket.recv_multipart())[:2]
-            name = identity.decode(errors="replace")
-            try:
-                message = decode(frame)
-            except WireError as error:
-                self._recorder.event("malformed_frame", {"sender": name, "error": str(error)})
-                continue
-            member = self.membership.members.get(name)
-            if member is not None:
-                self._receive(member, message)
-                self._wake()
 
     def _receive(self, member: Member, message: Message) -> None:
         name, pid, host = member.spec.name, member.pid, member.host
@@ -331,66 +189,6 @@ class Controller:
         if line is not None:
             self._recorder.metrics(line)
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._on_change()
 
-    # Watchdog ---------------------------------------------------------------------------------------------------------
-
-    async def _tick(self) -> None:
-        liveness = self.config.liveness
-        while True:
-            await asyncio.sleep(liveness.heartbeat_s)
-            for member in self.membership.live():
-                await self._send(member, Tick())
-            for member in self.membership.silent(liveness.actor_timeout_s):
-                if member.pid:
-                    self._recorder.event("actor_silent", {"seconds": liveness.actor_timeout_s}, member.spec.name)
-                    self._spawner.signal(member.spec.name, signal.SIGUSR1)
-                    self._spawner.signal(member.spec.name, signal.SIGKILL)
-            if self._started and time.monotonic() - self._last_progress > liveness.no_progress_s:
-                await self._no_progress()
-
-    async def _no_progress(self) -> None:
-        for member in self.membership.live():
-            self._spawner.signal(member.spec.name, signal.SIGUSR1)  # stacks go to logs/<actor>.log
-        await asyncio.sleep(STACKS_GRACE_S)
-        raise errors.DeadlineExceeded(
-            f"no optimizer step for {self.config.liveness.no_progress_s:g} s: {self.membership.waits()}; "
-            f"stacks are in {self._run_dir / 'logs'}"
-        )
-
-    async def _guard(self, coroutine: Callable[[], Any]) -> None:
-        """A background task that ends, for whatever reason, ends the run."""
-        try:
-            await coroutine()
-            self._fail(ActorDied(f"the controller's {coroutine.__name__} ended"))
-        except Exception as error:  # noqa: BLE001 - the failure channel re-raises it
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self._failure.done():
-            self._failure.set_exception(error)
-            self._failure.add_done_callback(lambda future: future.exception())
-
-
-def _describe_exit(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-
-def _is_final(failure: Failed | None) -> bool:
-    """True for failures that a fresh process would meet again."""
-    final = (errors.ConfigError, errors.EnvironmentFailed, errors.ParityError)
-    return failure is not None and issubclass(_error_class(failure), final)
-
-
-def _error_class(failure: Failed) -> type[Exception]:
-    found = getattr(errors, failure.kind, ActorDied)
-    return found if isinstance(found, type) and issubclass(found, StreamRLError) else ActorDied
-
-
-def _as_error(member: Member, reason: str) -> Exception:
-    if member.failure is None:
-        return ActorDied(f"{member.spec.name} {reason} (see logs/{member.spec.name}.log)")
-    kind = _error_class(member.failure)
-    return kind(reason if kind is not ActorDied else f"{member.spec.name}: {reason}")
+def _all_ended(members: list[Member]) -> bool:
+    return not any(member.alive for member in members)

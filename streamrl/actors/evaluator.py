@@ -24,7 +24,7 @@ SHOWN_ANSWERS = 8
 
 class Evaluator(Actor):
     async def setup(self) -> dict[str, Any]:
-        split = Split(load_environment(self.config), self.config.seed)
+        split = Split.of(load_environment(self.config), self.config)
         self._tasks = split.held_out(self.config.eval.tasks)
         self._engine = await load_engine(self.config, self.spec.model)
         self.cleanup.push_async_callback(self._engine.close)

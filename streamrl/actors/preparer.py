@@ -27,7 +27,7 @@ class Preparer(Actor):
 
         def work() -> str:
             torch.set_num_threads(self.config.trainer.threads + self.config.engine.threads)  # both halves are idle now
-            split = Split(load_environment(self.config), self.config.seed)
+            split = Split.of(load_environment(self.config), self.config)
 
             def pair(index: int) -> tuple[str, str]:
                 task = split.train(index)

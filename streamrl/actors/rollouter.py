@@ -29,7 +29,7 @@ request fills the slot at once."""
 
 class Rollouter(Actor):
     async def setup(self) -> dict[str, Any]:
-        split = Split(load_environment(self.config), self.config.seed)
+        split = Split.of(load_environment(self.config), self.config)
         self._engine = await load_engine(self.config, self.spec.model)
         self.cleanup.push_async_callback(self._engine.close)
         self._runner = GroupRunner(split, self._engine, load_tokenizer(self.spec.model), self.config)
@@ -77,9 +77,7 @@ class Rollouter(Actor):
 
     async def _report_probe(self) -> None:
         temperature = self.config.sampling.temperature
-        rows = [
-            await self._engine.score(row, temperature) for row in probe_tokens(self.spec.model, self.config)
-        ]
+        rows = [await self._engine.score(row, temperature) for row in probe_tokens(self.spec.model, self.config)]
         self.send(Scored(version=self._engine.version, logprobs=[float(x) for row in rows for x in row]))
 
     def gauges(self) -> dict[str, float]:

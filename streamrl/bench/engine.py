@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from streamrl.types import SamplingParams
 
 SLOTS = 64
 VOCABULARY = 48
-RUNS = 5
+RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,10 @@ async def verify(engine: EmbeddedEngine, model: PreTrainedModel, work: Workload)
         assert answer.token_ids.tolist() == static_generate(model, [prompt], 24, sample=False)[0].tolist()
 
 
+def _engine_run(runner: asyncio.Runner, engine: EmbeddedEngine, work: Workload) -> float:
+    return runner.run(measure_engine(engine, work))
+
+
 def measure(threads: int) -> list[Row]:
     """All workloads with ``threads`` torch threads on both sides."""
     torch.set_num_threads(threads)
@@ -132,9 +137,8 @@ def measure(threads: int) -> list[Row]:
         runner.run(engine.start())
         for work in workloads():
             runner.run(verify(engine, model, work))
-            ours, static = alternate(
-                RUNS, lambda w=work: runner.run(measure_engine(engine, w)), lambda w=work: measure_static(model, w)
-            )
+            contenders = partial(_engine_run, runner, engine, work), partial(measure_static, model, work)
+            ours, static = alternate(RUNS, *contenders)
             rows.append(summarise(f"engine/{work.name}/threads-{threads}", work.unit, ours, static))
         runner.run(engine.close())
     return rows

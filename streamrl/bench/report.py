@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Row:
-    """One measured quantity; ``baseline`` and ``ratio`` (value / baseline) are None where there is nothing to compare."""
+    """One measured quantity; ``baseline`` and ``ratio`` (value / baseline) are None where nothing is compared."""
 
     name: str
     value: float

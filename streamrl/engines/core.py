@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ from streamrl.errors import WeightSyncError
 from streamrl.ports import EngineStatistics
 from streamrl.types import Generation
 
-PREFILL_TOKENS = 4096
-"""Padded tokens of one prefill forward pass; a longer single prompt gets a pass of its own."""
+PREFILL_TOKENS = 2048
+"""Padded tokens that one step prefills, so that running requests and ``pause`` do not wait for a long queue of prompts.
+A longer single prompt gets a step of its own."""
 _PREFILL_COST = 0.5
 """What starting a prefill forward pass costs however few its tokens, in decode steps of all slots."""
 
@@ -105,16 +106,16 @@ class EngineCore:
         """One prefill for newly admitted requests, if any, and one decode of all running ones."""
         started = time.perf_counter()
         finished: Finished = []
-        for batch in self._admit():
-            finished += self._prefill(batch)
+        if admitted := self._admit():
+            finished += self._prefill(admitted)
         self._compact()
         if self._table.count:
             finished += self._decode()
         self._busy_s += time.perf_counter() - started
         return finished
 
-    def _admit(self) -> list[list[list[Request]]]:
-        """Requests to start now: batches of sets of requests that share one prompt.
+    def _admit(self) -> list[list[Request]]:
+        """Give slots to the requests that start now; each inner list shares one prompt.
 
         A prefill of one request costs nearly as much as one of eight. So while more wait than fit, free slots stay
         idle until the slot-steps lost that way equal what the prefill costs (the ski-rental rule); the wait is at most
@@ -127,21 +128,24 @@ class EngineCore:
         self._idle += ready
         if ready < len(self._waiting) and table.running and self._idle < _PREFILL_COST * table.slots:
             return []
-        self._idle = 0
         sharing: dict[bytes, list[Request]] = {}
-        for request in list(islice(self._waiting, ready)):
-            del self._waiting[request]
-            table.place(request)
+        for request in islice(self._waiting, ready):
             sharing.setdefault(request.prompt.tobytes(), []).append(request)
         sets = list(sharing.values())
-        plan = plan_prefill([members[0].prompt for members in sets], PREFILL_TOKENS)
-        return [[sets[index] for index in batch] for batch in plan]
+        batches = plan_prefill([members[0].prompt for members in sets], PREFILL_TOKENS)
+        if len(batches) == 1:
+            self._idle = 0
+        admitted = [sets[index] for index in batches[0]]
+        for request in chain.from_iterable(admitted):
+            del self._waiting[request]
+            table.place(request)
+        return admitted
 
-    def _prefill(self, batch: list[list[Request]]) -> Finished:
+    def _prefill(self, admitted: list[list[Request]]) -> Finished:
         """Run each distinct prompt once, give every request that shares it a KV row, and sample first tokens."""
-        prompts = [members[0].prompt for members in batch]
-        sources = [row for row, members in enumerate(batch) for _ in members]
-        slots = np.array([request.slot for members in batch for request in members])
+        prompts = [members[0].prompt for members in admitted]
+        sources = [row for row, members in enumerate(admitted) for _ in members]
+        slots = np.array([request.slot for members in admitted for request in members])
         hidden = self.runner.prefill(prompts, sources, slots.tolist())
         self._prefilled += sum(len(prompt) for prompt in prompts)
         return self._extend(slots, self.runner.head(hidden)[sources])

@@ -110,6 +110,10 @@ class EmbeddedEngine:
         await self._call(self._core.runner.check)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """Sample one continuation; ``ValueError`` for a prompt or parameters that cannot be served.
+
+        The same prompt, parameters, seed and weights give the same tokens, so every call wants a seed of its own.
+        """
         self._require_running()
         prompt = self._tokens("prompt", prompt_ids, self._max_length - 1)
         _check_params(params)
@@ -132,12 +136,14 @@ class EmbeddedEngine:
         return await self._call(partial(self._core.score, tokens, temperature))
 
     async def pause(self) -> None:
+        """Returns when the core stands still between two steps; at most one prefill and one decode step away."""
         await self._call(self._core.pause)
 
     async def resume(self) -> None:
         await self._call(self._core.resume)
 
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
+        """``WeightSyncError`` leaves the old weights serving. Cancelling does not stop a load that was begun."""
         await self._call(partial(self._core.load, version, tensors))
 
     async def close(self) -> None:

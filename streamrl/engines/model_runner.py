@@ -95,9 +95,7 @@ class ModelRunner:
 
     def _mask(self, allowed: Tensor) -> Tensor:
         """Additive mask: made once here, where a boolean one would be converted in every layer."""
-        return torch.zeros(allowed.shape, dtype=self._mask_dtype, device=self._device).masked_fill_(
-            ~allowed, -torch.inf
-        )
+        return torch.zeros_like(allowed, dtype=self._mask_dtype).masked_fill_(~allowed, -torch.inf)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Last hidden states ``[n, q, hidden]`` of a forward pass through the slot cache."""
@@ -145,22 +143,32 @@ class ModelRunner:
         scores[1:] = logprobs.gather(1, ids[1:, None])[:, 0].numpy(force=True)
         return scores
 
-    @torch.inference_mode()
     def check(self) -> None:
         """Compare slots and fp32 head with the model's own forward pass; ``ConfigError`` where they differ."""
-        width = min(4, self.cache.max_length)
-        tokens = np.arange(1, width + 1) % self.vocabulary
-        expected = self._model(input_ids=self._put(tokens)[None]).logits[0, -1].float()
-        if width > 1:
-            self.prefill([tokens[:-1]], [0], [0])
-        actual = self.decode(tokens[-1:], np.array([width - 1]))[0]
+        name = type(self._model).__name__
+        try:
+            actual, expected = self._probe()
+        except Exception as error:  # whatever an unknown architecture raises means the same
+            raise ConfigError(
+                f"engine embedded: {name} cannot run on slots with a 4-D mask: {error}; use another engine"
+            ) from error
         difference = float((actual - expected).abs().max())
         tolerance = (1e-3 if self._mask_dtype == torch.float32 else 0.1) * max(1.0, float(expected.abs().max()))
         if not difference <= tolerance:
             raise ConfigError(
-                f"engine embedded: logits of {type(self._model).__name__} through slots and fp32 head differ by "
-                f"{difference:.2g} from its own forward pass (allowed {tolerance:.2g}); use another engine"
+                f"engine embedded: logits of {name} through slots and fp32 head differ by {difference:.2g} "
+                f"from its own forward pass (allowed {tolerance:.2g}); use another engine"
             )
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[Tensor, Tensor]:
+        """Logits ``[V]`` after a few tokens: through prefill and decode, and by the model's own forward pass."""
+        width = min(4, self.cache.max_length)
+        tokens = np.arange(1, width + 1) % self.vocabulary
+        if width > 1:
+            self.prefill([tokens[:-1]], [0], [0])
+        actual = self.decode(tokens[-1:], np.array([width - 1]))[0]
+        return actual, self._model(input_ids=self._put(tokens)[None]).logits[0, -1].float()
 
     def verify(self, tensors: Mapping[str, object]) -> None:
         """Raise ``WeightSyncError`` unless ``tensors`` are exactly the model's parameters, tied ones once."""

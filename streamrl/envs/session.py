@@ -6,6 +6,7 @@ token included. Nothing is ever decoded and encoded again, so what the trainer s
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ class Session:
         self._turns: list[tuple[int, Generation]] = []  # (position of the first sampled token, what was sampled)
         self._texts: list[str] = []
         self._overflowed = False
-        self.engine_error: Exception | None = None
+        self.engine_error: BaseException | None = None
         """What the engine raised; it is not the environment's fault, whatever user code made of it."""
 
     async def complete(
@@ -139,6 +140,11 @@ class Session:
         self._phase = Phase.SAMPLING
         try:
             generation = await self._engine.generate(prompt_ids, params)
+        except asyncio.CancelledError as error:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                self.engine_error = error  # nobody cancelled the caller: the engine was closed
+            raise
         except Exception as error:
             self.engine_error = error
             raise

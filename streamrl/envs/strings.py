@@ -43,12 +43,12 @@ class Reverse:
 
 
 class Addition:
-    """``12+34=`` is answered by ``46``: two numbers of ``digits`` digits each, every pair once in ``len``."""
+    """``12+34=`` is answered by ``46``: two numbers of ``digits`` digits each, every pair once."""
 
     def __init__(self, digits: int = 2) -> None:
         if digits < 1:
             raise ConfigError(f"env.args.digits={digits}: must be at least 1")
-        self._least = 10 ** (digits - 1)
+        self._least = 10 ** (digits - 1) if digits > 1 else 0
         self._count = 10**digits - self._least
 
     def __len__(self) -> int:

@@ -54,7 +54,7 @@ class Learner:
     """Owns the policy's parameters on this rank, their gradients and the optimizer.
 
     ``model`` is a transformers causal LM with sdpa attention, equal on all ranks; with a ``mesh`` of more than one rank
-    it is sharded in place. ``updates`` counts optimizer steps and drives the schedule; set it after a restart.
+    it is sharded in place. ``updates`` counts steps and drives the schedule; a restart sets it and ``optimizer``'s state.
     """
 
     def __init__(self, config: Config, model: Any, mesh: DeviceMesh | None = None) -> None:
@@ -71,7 +71,7 @@ class Learner:
         if mesh is not None and mesh.size() > 1:
             self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
             shard(self._policy, model.get_decoder().layers, mesh)
-        self._optimizer = make_optimizer(model, config.trainer)
+        self.optimizer = make_optimizer(model, config.trainer)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._device = self._parameters[0].device
         self._row_tokens = ROW_PER_HIDDEN * model.config.hidden_size
@@ -93,7 +93,7 @@ class Learner:
             halfway = time.perf_counter()
             rate = self._update(norm, trained=metrics["trained_tokens"] > 0)
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
         metrics["policy/grad_norm"], metrics["policy/lr"] = norm, rate
         metrics["time/forward_backward"] = halfway - started
         metrics["time/optimizer"] = time.perf_counter() - halfway
@@ -149,9 +149,9 @@ class Learner:
         self.updates += 1
         if trained:
             clip_gradients(self._parameters, norm, config.max_grad_norm)
-            for group in self._optimizer.param_groups:
+            for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self._optimizer.step()
+            self.optimizer.step()
         return rate
 
 

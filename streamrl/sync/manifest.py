@@ -89,7 +89,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Plan again from the names, shapes and dtypes; raises ``WeightSyncError`` where the result differs."""
-        own = plan_manifest(self.specs, self.bucket_bytes)
+        try:
+            own = plan_manifest(self.specs, self.bucket_bytes)
+        except ConfigError as error:
+            raise WeightSyncError(f"manifest {self.fingerprint} cannot be planned: {error}") from None
         if own != self:
             raise WeightSyncError(
                 f"manifest {self.fingerprint} does not follow from its own tensors (expected {own.fingerprint}): "

@@ -11,6 +11,7 @@
         Committed   →                         it serves (or CommitFailed: the old weights serve)
                     ←     Discard             instead of Commit, when the update was given up
 
+An observer copies the version before it answers Staged; Commit tells it that the version is current, without an answer.
 ``session`` names one life of the publisher, ``update`` one attempt to bring one version to its members; replies repeat
 both, so that a late word of an attempt that is over is told apart. An undecodable frame is answered with ``Refused``.
 """

@@ -225,7 +225,7 @@ class Publisher:
         """Send the orders and act on the phase that the update reached with them."""
         update = running.update
         for name, order in orders:
-            self._send(name, _message(order, self._session, running))
+            self._send(name, self._message(name, order, running))
         if update.phase is running.phase or update.number not in self._running:
             return
         running.phase = update.phase
@@ -352,6 +352,20 @@ class Publisher:
                 if running.update.private:
                     self._drop(running)
 
+    def _message(self, name: str, order: Order, running: _Running) -> wire.Message:
+        update = running.update
+        if order is Order.COMMIT:
+            return wire.Commit(session=self._session, update=update.number)
+        if order is Order.DISCARD:
+            return wire.Discard(session=self._session, update=update.number)
+        return wire.Stage(
+            session=self._session,
+            update=update.number,
+            version=update.version,
+            digests=running.digests,
+            private=update.private or update.observes(name),
+        )
+
     def _transmit(self, identity: bytes, message: wire.Message) -> bool:
         """Send without waiting; False when the peer is gone or has left a thousand messages unread."""
         if self._socket is None:
@@ -359,21 +373,6 @@ class Publisher:
         sent = self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
         # With NOBLOCK the future that pyzmq returns is settled already: EHOSTUNREACH, EAGAIN or done.
         return cast("asyncio.Future[None]", sent).exception() is None
-
-
-def _message(order: Order, session: str, running: _Running) -> wire.Message:
-    update = running.update
-    if order is Order.COMMIT:
-        return wire.Commit(session=session, update=update.number)
-    if order is Order.DISCARD:
-        return wire.Discard(session=session, update=update.number)
-    return wire.Stage(
-        session=session,
-        update=update.number,
-        version=update.version,
-        digests=running.digests,
-        private=update.private,
-    )
 
 
 def _reasons(update: Update) -> str:

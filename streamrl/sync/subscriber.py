@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ from streamrl.sync.arena import ArenaReader
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 Tensors = dict[str, torch.Tensor]
+
+PENDING_VERSIONS = 8
+PENDING_BYTES = 256 << 20
+"""What an ``Observer`` keeps for its caller at most, though never less than one version."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,22 @@ class _Link:
         self._leave()
         self._welcome = welcome
         return True
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the tensors of one version; 0 before the publisher said so."""
+        return self._welcome.manifest.payload_bytes if self._welcome else 0
+
+    async def stage(self, stage: wire.Stage) -> _Staged | None:
+        """Read a version on a worker thread; None when that failed, which the publisher is told."""
+        try:
+            tensors = await asyncio.to_thread(self.read, stage)
+        except WeightSyncError as error:
+            self._on_event("version_failed", {"version": stage.version, "reason": str(error)})
+            await self.send(wire.StageFailed(session=stage.session, update=stage.update, reason=str(error)))
+            return None
+        self._on_event("version_staged", {"version": stage.version})
+        return _Staged(stage, tensors)
 
     def read(self, stage: wire.Stage) -> Tensors:
         """Verified tensors of a version, views or private copies as it asks. Blocking; for a worker thread.
@@ -183,14 +204,9 @@ class Subscriber:
         known = (self._staged and _same(self._staged.stage, stage)) or (self._last and _same(self._last, stage))
         if not known:
             self._staged = None
-            try:
-                self._staged = _Staged(stage, await asyncio.to_thread(self._link.read, stage))
-            except WeightSyncError as error:
-                self._on_event("version_failed", {"version": stage.version, "reason": str(error)})
-                failed = wire.StageFailed(session=stage.session, update=stage.update, reason=str(error))
-                await self._link.send(failed)
+            self._staged = await self._link.stage(stage)
+            if self._staged is None:
                 return
-            self._on_event("version_staged", {"version": stage.version})
         await self._link.send(wire.Staged(session=stage.session, update=stage.update))
 
     async def _commit(self, commit: wire.Commit) -> None:
@@ -244,18 +260,16 @@ class Subscriber:
 class Observer:
     """Copies out the versions that are published with ``observe=True``, in order and none left out.
 
-    Bounded by the publisher, which waits for ``Staged``: while one version waits to be taken from ``updates``, the next
-    Stage is not answered. So there are two copies at most, one in the caller's hands and one that waits. A version is
-    handed out only when it has become current.
+    A version is handed out only when it has become current. Those that wait to be taken are bounded: 8 versions or 256
+    MiB, whichever is less, but at least one. When that many wait, the next Stage is not answered before one is taken,
+    and ``publish`` waits for the answer.
     """
 
     def __init__(self, endpoint: str, name: str, on_event: OnEvent = lambda event, fields: None) -> None:
-        self._on_event = on_event
         self._link = _Link(endpoint, name, on_event)
         self._staged: _Staged | None = None
-        self._ready: asyncio.Queue[tuple[int, Tensors]] = asyncio.Queue(maxsize=1)
-        self._room = asyncio.Event()
-        self._room.set()
+        self._waiting: deque[_Staged] = deque()
+        self._changed = asyncio.Condition()
 
     async def run(self) -> None:
         """Receive until cancelled: a task of the evaluator's TaskGroup."""
@@ -264,9 +278,11 @@ class Observer:
     async def updates(self) -> AsyncIterator[tuple[int, Tensors]]:
         """(version, private tensors by name) of each observed version, for as long as the caller asks."""
         while True:
-            version, tensors = await self._ready.get()
-            self._room.set()
-            yield version, tensors
+            async with self._changed:
+                await self._changed.wait_for(lambda: self._waiting)
+                taken = self._waiting.popleft()
+                self._changed.notify_all()
+            yield taken.stage.version, taken.tensors
 
     async def _handle(self, message: wire.ToSubscriber) -> None:
         match message:
@@ -276,33 +292,32 @@ class Observer:
             case wire.Stage():
                 await self._stage(message)
             case wire.Commit():
-                if self._staged and _same(self._staged.stage, message):
-                    self._room.clear()
-                    self._ready.put_nowait((self._staged.stage.version, self._staged.tensors))
-                    self._staged = None
+                await self._keep(message)
             case wire.Discard():
                 if self._staged and _same(self._staged.stage, message):
                     self._staged = None
 
     async def _stage(self, stage: wire.Stage) -> None:
-        await self._room.wait()
         if self._staged is None or not _same(self._staged.stage, stage):
             self._staged = None
-            private = wire.Stage(
-                session=stage.session,
-                update=stage.update,
-                version=stage.version,
-                digests=stage.digests,
-                private=True,
-            )
-            try:
-                self._staged = _Staged(private, await asyncio.to_thread(self._link.read, private))
-            except WeightSyncError as error:
-                self._on_event("version_failed", {"version": stage.version, "reason": str(error)})
-                failed = wire.StageFailed(session=stage.session, update=stage.update, reason=str(error))
-                await self._link.send(failed)
+            async with self._changed:
+                await self._changed.wait_for(self._has_room)
+            self._staged = await self._link.stage(stage)
+            if self._staged is None:
                 return
         await self._link.send(wire.Staged(session=stage.session, update=stage.update))
+
+    def _has_room(self) -> bool:
+        versions = min(PENDING_VERSIONS, PENDING_BYTES // max(1, self._link.payload_bytes))
+        return len(self._waiting) < max(1, versions)
+
+    async def _keep(self, commit: wire.Commit) -> None:
+        """The staged version is current now."""
+        staged, self._staged = self._staged, None
+        if staged and _same(staged.stage, commit):
+            async with self._changed:
+                self._waiting.append(staged)
+                self._changed.notify_all()
 
 
 class _Refusal(Exception):

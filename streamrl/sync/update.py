@@ -67,7 +67,7 @@ class Update:
         self.failures: dict[str, str] = {}
         """Reason by member: those that are left behind, or those that the update was given up for."""
         self._observers = set(observers)
-        self._steps = dict.fromkeys((*rollouters, *self._observers), Step.CONNECT)
+        self._steps = dict.fromkeys((*sorted(rollouters), *sorted(self._observers)), Step.CONNECT)
         self._retried: set[str] = set()
 
     def __contains__(self, name: str) -> bool:

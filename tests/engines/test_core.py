@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.engines.core import EngineCore, plan_prefill
 from streamrl.engines.model_runner import ModelRunner
@@ -178,6 +178,68 @@ def test_cancelling_a_running_or_waiting_request_frees_its_place_and_disturbs_no
         assert drain(alone)[twin].token_ids.tolist() == answers[each].token_ids.tolist()
 
 
+def test_a_step_prefills_no_more_than_its_budget(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.engines.core.PREFILL_TOKENS", 20)
+    core = new_core(build(), slots=8)
+    for index in range(5):
+        core.add(request([index] * 10, 90))
+    core.add(request([4] * 10, 90))
+    seen = []
+    while core.statistics().waiting:
+        core.step()
+        seen.append((core.statistics().prefilled_tokens, core.statistics().running))
+    assert seen == [(20, 2), (40, 4), (50, 6)]
+
+
+KINDS = [([1, 2], 1), ([1, 2], 7), ([3], 4), ([5, 6, 7, 8, 9], 30), ([3], 12)]
+
+
+@pytest.fixture(scope="module")
+def answers_alone() -> tuple[PreTrainedModel, list[list[int]]]:
+    """A one-layer model and what it answers to each of ``KINDS`` in an engine of one slot."""
+    torch.manual_seed(0)
+    settings = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3}
+    model = Qwen3ForCausalLM(Qwen3Config(**settings, **heads))
+    answers = []
+    for index, (prompt, length) in enumerate(KINDS):
+        alone, twin = new_core(model, slots=1), request(prompt, length, seed=index)
+        alone.add(twin)
+        answers.append(drain(alone)[twin].token_ids.tolist())
+    return model, answers
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    schedule=st.lists(st.tuples(st.sampled_from(["add", "cancel", "step", "update"]), st.integers(0, 4)), max_size=40)
+)
+def test_any_schedule_of_arrivals_cancellations_and_updates_changes_no_answer(
+    answers_alone: tuple[PreTrainedModel, list[list[int]]], schedule: list[tuple[str, int]]
+) -> None:
+    model, expected = answers_alone
+    core = new_core(model, slots=3, recompute=True)
+    live: dict[Request, int] = {}
+    answers: dict[Request, Generation] = {}
+    for version, (action, index) in enumerate(schedule):
+        if action == "add":
+            each = request(*KINDS[index], seed=index)
+            live[each] = index
+            core.add(each)
+        elif action == "step":
+            answers |= core.step()
+        elif action == "update":
+            update(core, version, model)
+        elif live:
+            each = list(live)[index % len(live)]
+            if each not in answers:
+                del live[each]
+            core.cancel(each)
+    answers |= drain(core)
+    assert {each: answer.token_ids.tolist() for each, answer in answers.items()} == {
+        each: expected[index] for each, index in live.items()
+    }
+
+
 @given(st.integers(0, 30), st.data())
 def test_compaction_keeps_live_slots_in_front_and_moves_each_at_most_once(count: int, data: st.DataObject) -> None:
     holes = data.draw(st.sets(st.integers(0, count - 1))) if count else set()
@@ -209,8 +271,8 @@ def test_a_small_prefill_budget_changes_no_token(build: Build, monkeypatch: pyte
         requests = random_requests(12, seed=5)
         for each in requests:
             core.add(each)
-        core.step()
+        done = core.step()
         update(core, 0, model)
-        done = drain(core)
-        answers.append([done[each].token_ids.tolist() if each in done else None for each in requests])
+        done += drain(core).items()
+        answers.append([dict(done)[each].token_ids.tolist() for each in requests])
     assert answers[0] == answers[1]

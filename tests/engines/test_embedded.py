@@ -15,6 +15,8 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     MambaConfig,
@@ -65,8 +67,8 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 def test_greedy_tokens_equal_those_of_generate(build: Build, family: str, tied: bool) -> None:
     model = build(family, tied)
-    asked = prompts(6)
-    params = SamplingParams(temperature=0, max_tokens=70)
+    asked = prompts(5)
+    params = SamplingParams(temperature=0, max_tokens=60)
 
     async def run() -> list[list[int]]:
         async with serving(model, slots=4) as engine:
@@ -75,7 +77,7 @@ def test_greedy_tokens_equal_those_of_generate(build: Build, family: str, tied: 
 
     for prompt, answer in zip(asked, asyncio.run(run()), strict=True):
         ids = torch.tensor([prompt])
-        settings = {"do_sample": False, "max_new_tokens": 70, "eos_token_id": None, "pad_token_id": 0}
+        settings = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
         assert answer == expected[0, len(prompt) :].tolist()
 
@@ -152,6 +154,17 @@ def test_updates_under_64_requests_lose_none_and_stamp_every_token_with_its_weig
             assert answer.token_ids.tolist() == versions.tolist()
             assert (np.diff(versions) >= 0).all()
         assert max(len(answer.versions) for answer in answers) > 2, "the updates were in flight"
+
+
+def test_a_group_that_is_asked_for_at_once_shares_one_prefill(build: Build) -> None:
+    async def run() -> None:
+        async with serving(build(), slots=16) as engine:
+            params = [SamplingParams(max_tokens=5, seed=seed) for seed in range(8)]
+            await asyncio.gather(*(engine.generate([1, 2, 3], each) for each in params))
+            assert engine.statistics().prefilled_tokens == 3
+            assert engine.statistics().generated_tokens == 40
+
+    asyncio.run(run())
 
 
 def test_a_paused_engine_keeps_its_requests_and_still_scores(build: Build) -> None:
@@ -435,12 +448,16 @@ def test_models_that_cannot_be_served_exactly_are_refused(build: Build) -> None:
     unusual = build()
     unusual.__class__ = DoubledLogits
 
-    async def start() -> None:
-        doubled = engine(unusual)
+    async def start(model: PreTrainedModel) -> None:
+        started = engine(model)
         try:
-            await doubled.start()
+            await started.start()
         finally:
-            await doubled.close()
+            await started.close()
 
-    with pytest.raises(ConfigError, match="DoubledLogits"):
-        asyncio.run(start())
+    with pytest.raises(ConfigError, match="DoubledLogits.*differ"):
+        asyncio.run(start(unusual))
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    alibi = FalconConfig(**sizes, alibi=True, max_position_embeddings=64)
+    with pytest.raises(ConfigError, match="Falcon"):
+        asyncio.run(start(FalconForCausalLM(alibi)))

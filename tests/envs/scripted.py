@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from streamrl.envs.environment import load_environment
-from streamrl.envs.group import GroupRunner, GroupResult
+from streamrl.envs.group import GroupResult, GroupRunner
 from streamrl.envs.split import Split
 from streamrl.schema import Config
 from streamrl.types import Generation, Lease, SamplingParams, VersionSpans
@@ -75,7 +75,9 @@ class ScriptedEngine:
         try:
             if self.hold is not None:
                 await self.hold.wait()
-            return self._answer(list(prompt_ids), params)
+            answer = self._answer(list(prompt_ids), params)
+            await asyncio.sleep(0)  # let the others ask, as a real engine does
+            return answer
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

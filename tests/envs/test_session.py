@@ -186,7 +186,7 @@ def test_seeds_differ_in_every_argument_and_are_the_same_for_ever() -> None:
     seeds = {turn_seed(*key) for key in [base, *changed]}
     assert len(seeds) == 6
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert turn_seed(0, 0, 0, 0, 0) == 2442640218094405098
+    assert turn_seed(0, 0, 0, 0, 0) == 623449399944981844
 
 
 def test_a_transformers_tokenizer_fits(tmp_path: object) -> None:

@@ -95,12 +95,13 @@ def test_the_effective_sample_size_uses_ratios_before_truncation():
 
 
 def test_small_kl_does_not_cancel():
-    log_ratio = torch.full((4,), 1e-4)
-    behaviour = torch.full((4,), -1.0, dtype=torch.float64)
-    result = policy_loss(LossConfig(), behaviour + log_ratio.double(), behaviour, torch.ones(4), torch.ones(4))
+    # Log-probs near 0, so that the difference itself is exact.
+    log_ratio = torch.full((4,), 1e-7, dtype=torch.float64)
+    behaviour = torch.zeros(4, dtype=torch.float64)
+    result = policy_loss(LossConfig(), behaviour + log_ratio, behaviour, torch.ones(4), torch.ones(4))
     diagnostics = Diagnostics(0, CPU)
     diagnostics.add(result, torch.zeros(4), torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), 1, 0)
-    assert diagnostics.reduce()[0]["policy/kl_k3"] == pytest.approx(5e-9, rel=1e-3)
+    assert diagnostics.reduce()[0]["policy/kl_k3"] == pytest.approx(5e-15, rel=1e-6, abs=0)
 
 
 def test_without_tokens_every_metric_is_there_and_zero():

@@ -224,6 +224,14 @@ def test_the_step_uses_the_rate_of_its_update():
     assert rates == pytest.approx([1e-2, 0.9e-2])
 
 
+def test_the_update_is_as_large_as_the_rate_says():
+    models = tiny_model(), tiny_model()
+    for model, trainer in zip(models, ({"lr": 1e-2, "lr_warmup_steps": 10}, {"lr": 1e-3}), strict=True):
+        Learner(settings(**trainer), model).step(batch(varied_groups()))
+    for name, parameter in models[0].named_parameters():
+        torch.testing.assert_close(parameter.detach(), state(models[1])[name], msg=name)
+
+
 def test_vectors_do_not_decay():
     model = tiny_model()
     learner = Learner(settings(weight_decay=0.5, lr=1e-3), model)

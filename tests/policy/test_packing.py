@@ -140,6 +140,11 @@ def test_groups_that_fit_share_a_row_without_seeing_each_other():
     assert packed.tokens.shape == (2, 16)
 
 
+def test_twins_longer_than_a_row_still_share_their_tree():
+    twins = trajectory("abcdefgh", "ijklmnop"), trajectory("abcdefgh", "ijklmnop")
+    assert check_every_source([group(*twins)], row_tokens=4).tokens.shape == (1, 16)
+
+
 def test_tokens_over_the_lag_bound_are_masked_and_counted():
     old_head = trajectory("ab", "cdef", versions=[(2, 2), (3, 2)])
     packed = pack([group(old_head)], version=5, oldest_allowed=3, row_tokens=WIDE)

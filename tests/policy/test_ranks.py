@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def observe(mesh, ranks: int, rank: int, tied: bool) -> dict:
     seen["gradients"] = dict(gradients)
     handle.remove()
     seen["scores"] = learner.score(SCORED, 0.7)
+    seen["sharded"] = {isinstance(parameter, DTensor) for parameter in model.parameters()}
     seen["second"] = learner.step(batch(*shares(ranks)[rank], version=6))
     seen["nothing"] = learner.step(batch([], [group(trajectory("ab", "cd", versions=[(1, 2)]))] if rank == 0 else []))
     seen["diverged"] = diverge(learner, rank, last=ranks - 1)
@@ -96,7 +98,7 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     # torch and transformers take seconds to import: once in a clean server, from which the four are forked.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["test_ranks"])
+    context.set_forkserver_preload(["streamrl.policy.learner", "transformers.models.qwen3.modeling_qwen3"])
     processes = [context.Process(target=work, args=(rank, folder), daemon=True) for rank in range(4)]
     deadline = time.monotonic() + DEADLINE_S
     try:
@@ -109,6 +111,7 @@ def seen(tmp_path_factory):
         for process in processes:
             process.kill()
             process.join()
+        forkserver._forkserver._stop()  # or it lives until pytest ends
     errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
     assert not errors, "\n".join(errors)
     assert [process.exitcode for process in processes] == [0] * 4, f"not done in {DEADLINE_S} s"
@@ -161,6 +164,11 @@ def test_scores_are_those_of_one_rank_before_and_after_an_update(seen, case):
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_of_them_and_is_named(seen, case):
     expected = f"step 9: the loss on rank {case[0] - 1} is not finite; the weights are unchanged"
     assert {rank["diverged"] for rank in seen[case]} == {expected}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_scoring_leaves_no_gathered_parameters_behind(seen, case):
+    assert [rank["sharded"] for rank in seen[case]] == [{True}] * 4
 
 
 def test_a_step_without_trainable_tokens_changes_nothing_but_the_masked_count(seen):

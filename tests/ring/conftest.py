@@ -19,7 +19,8 @@ import pytest
 TINY = (
     "model.args.hidden_size=32", "model.args.intermediate_size=64", "model.args.num_hidden_layers=2",
     "model.args.num_attention_heads=2", "model.args.num_key_value_heads=2", "model.args.head_dim=16",
-    "model.warmup.steps=0", "model.cache=false", "group.size=4", "group.per_step=4", "engine.slots=16",
+    "model.cache=false", "model.max_length=64", "sampling.max_tokens=8", "env=ring_envs:Digits",
+    "group.size=4", "group.per_step=4", "engine.slots=16",
     "eval.tasks=16", "wandb=disabled", "liveness.heartbeat_s=0.2",
 )  # fmt: skip
 """A ring that starts and steps in seconds."""
@@ -121,14 +122,14 @@ class Launcher:
         self._folder = folder
         self.rings: list[Ring] = []
 
-    def __call__(self, *arguments: str, run_dir: Path | None = None, config: str = "quickstart") -> Ring:
+    def __call__(self, *arguments: str, run_dir: Path | None = None, config: str = "base") -> Ring:
         mark = f"{MARK}={uuid.uuid4().hex}"
         run_dir = run_dir or self._folder / f"run-{len(self.rings)}"
         before = socket_folders()
         process = subprocess.Popen(
             [sys.executable, "-m", "streamrl.cli", "launch", "--config", config, "--run-dir", str(run_dir),
              *TINY, *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self._folder,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parent,
             env=os.environ | dict([mark.split("=")]),
         )  # fmt: skip
         ring = Ring(run_dir, process, mark, sockets_before=before)

@@ -57,6 +57,7 @@ class FakeEngine:
         self.log: list[str] = []
         self.refuse: set[int] = set()
         self.before_load: Callable[[int], Awaitable[None]] | None = None
+        self.after_load: Callable[[], None] = lambda: None
 
     async def pause(self) -> None:
         self.log.append("pause")
@@ -72,6 +73,18 @@ class FakeEngine:
         self.model.load_state_dict(tensors)
         self.version = version
         self.log.append(f"load {version}")
+        self.after_load()
+
+    def hold_load(self) -> tuple[asyncio.Event, asyncio.Event]:
+        """Stop in every load that begins before the release: (one has begun, release)."""
+        loading, release = asyncio.Event(), asyncio.Event()
+
+        async def hold(version: int) -> None:
+            loading.set()
+            await release.wait()
+
+        self.before_load = hold
+        return loading, release
 
     @property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -111,13 +124,13 @@ class Ring:
     events: Events
     unresponsive: list[tuple[str, str]]
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    engines: dict[str, FakeEngine] = field(default_factory=dict)
+    engines: dict[str, Any] = field(default_factory=dict)
     subscribers: dict[str, Subscriber] = field(default_factory=dict)
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self.tasks[name] = asyncio.create_task(work)
 
-    def join(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
+    def join(self, name: str, engine: Any = None) -> Any:
         engine = engine or FakeEngine()
         self.engines[name] = engine
         self.subscribers[name] = Subscriber(self.endpoint, name, engine, Events())
@@ -162,20 +175,23 @@ def socket_folder() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def ring(*, timeout_s: float = 10.0, model: torch.nn.Module | None = None) -> AsyncIterator[Ring]:
-    with socket_folder() as endpoint:
+async def ring(
+    *, timeout_s: float = 10.0, model: torch.nn.Module | None = None, endpoint: str | None = None
+) -> AsyncIterator[Ring]:
+    """A running publisher of ``model``'s manifest, to which the test adds members; all is ended at the end."""
+    with socket_folder() as own:
         events, unresponsive = Events(), []
         publisher = Publisher(
-            endpoint,
+            endpoint or own,
             manifest_of(model or small_model(0)),
             timeout_s=timeout_s,
             on_event=events,
             on_unresponsive=lambda member, phase: unresponsive.append((member, phase)),
         )
-        it = Ring(endpoint, publisher, events, unresponsive)
+        it = Ring(endpoint or own, publisher, events, unresponsive)
         it.spawn("publisher", publisher.run())
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 yield it
         finally:
             for name in list(it.tasks):

@@ -11,6 +11,8 @@ import torch
 import uvloop
 from sync_support import FakeEngine, equal, ring, small_model, weights
 
+from streamrl.sync.subscriber import PENDING_VERSIONS
+
 RUNNERS = [pytest.param(asyncio.run, id="asyncio"), pytest.param(uvloop.run, id="uvloop")]
 
 
@@ -98,14 +100,7 @@ def test_two_publishes_back_to_back_run_one_after_the_other() -> None:
     async def scenario() -> None:
         async with ring() as it:
             engine = it.join("rollouter-0")
-            loading, release = asyncio.Event(), asyncio.Event()
-
-            async def hold(version: int) -> None:
-                if version == 0:
-                    loading.set()
-                    await release.wait()
-
-            engine.before_load = hold
+            loading, release = engine.hold_load()
             it.publisher.set_members({"rollouter-0"}, set())
             it.write(0, small_model(1))
             it.write(1, small_model(2))
@@ -183,13 +178,7 @@ def test_a_late_joiner_gets_the_current_version_while_an_update_is_under_way() -
             it.write(0, small_model(1))
             await it.publisher.publish(0)
 
-            loading, release = asyncio.Event(), asyncio.Event()
-
-            async def hold(version: int) -> None:
-                loading.set()
-                await release.wait()
-
-            engine.before_load = hold
+            loading, release = engine.hold_load()
             it.write(1, small_model(2))
             publish = asyncio.create_task(it.publisher.publish(1))
             await loading.wait()
@@ -219,13 +208,7 @@ def test_a_late_joiner_whose_slot_was_overwritten_gets_the_newer_version() -> No
             it.write(0, small_model(1))
             await it.publisher.publish(0)
 
-            loading, release = asyncio.Event(), asyncio.Event()
-
-            async def hold(version: int) -> None:
-                loading.set()
-                await release.wait()
-
-            steady.before_load = hold
+            loading, release = steady.hold_load()
             it.write(1, small_model(2))
             publish = asyncio.create_task(it.publisher.publish(1))
             await loading.wait()
@@ -244,6 +227,36 @@ def test_a_late_joiner_whose_slot_was_overwritten_gets_the_newer_version() -> No
             refused = await it.events.wait("version_refused", member="rollouter-1", version=0)
             assert "slot 0 was to hold version 0, it holds 2" in refused["reason"]
             assert it.unresponsive == []
+
+    asyncio.run(scenario())
+
+
+def test_a_late_joiner_that_is_slow_to_load_is_not_harmed_by_the_next_write() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            steady, late = it.join("rollouter-0"), FakeEngine()
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, small_model(1))
+            await it.publisher.publish(0)
+
+            steady_loads, steady_release = steady.hold_load()
+            it.write(1, small_model(2))
+            publish = asyncio.create_task(it.publisher.publish(1))
+            await steady_loads.wait()
+            late_loads, late_release = late.hold_load()
+            it.join("rollouter-1", late)
+            it.publisher.set_members({"rollouter-0", "rollouter-1"}, set())
+            await late_loads.wait()
+            steady_release.set()
+            await publish
+            it.write(2, small_model(3))  # over version 0, which the late joiner is about to load
+
+            seen = []
+            late.after_load = lambda: seen.append(late.weights)
+            late_release.set()
+            await it.events.wait("version_committed", version=1, late=True)
+            assert equal(seen[0], weights(small_model(1)))
+            assert equal(seen[1], weights(small_model(2)))
 
     asyncio.run(scenario())
 
@@ -274,17 +287,20 @@ def test_an_observer_gets_private_copies_of_the_observed_versions_only() -> None
 
 def test_an_observer_that_is_behind_skips_nothing_and_holds_the_publisher_back() -> None:
     async def scenario() -> None:
-        async with ring(timeout_s=0.3) as it:
+        async with ring(timeout_s=0.5) as it:
             updates = it.observe("evaluator").updates()
             it.publisher.set_members(set(), {"evaluator"})
-            it.write(0, small_model(0))
-            await it.publisher.publish(0, observe=True)
-            it.write(1, small_model(1))
-            publish = asyncio.create_task(it.publisher.publish(1, observe=True))
-            await it.events.wait("sync_timeout", member="evaluator", phase="stage", version=1)
+            for version in range(PENDING_VERSIONS):
+                it.write(version, small_model(version))
+                await it.publisher.publish(version, observe=True)
+            it.write(PENDING_VERSIONS, small_model(PENDING_VERSIONS))
+            publish = asyncio.create_task(it.publisher.publish(PENDING_VERSIONS, observe=True))
+            await it.events.wait("sync_timeout", member="evaluator", phase="stage", version=PENDING_VERSIONS)
             assert not publish.done()
-            assert (await anext(updates))[0] == 0
+            for version in range(PENDING_VERSIONS + 1):
+                number, tensors = await anext(updates)
+                assert number == version
+                assert equal(tensors, weights(small_model(version)))
             await publish
-            assert (await anext(updates))[0] == 1
 
     asyncio.run(scenario())

@@ -1,0 +1,41 @@
+"""Environments for runs with an untrained model: rewards that vary from the first step on."""
+
+from __future__ import annotations
+
+from streamrl.envs.environment import Policy, Task
+
+
+class Digits:
+    """Reward: the share of digits in the answer."""
+
+    def task(self, index: int) -> Task:
+        return Task(prompt=f"{index % 97}:")
+
+    async def episode(self, task: Task, policy: Policy) -> float:
+        answer = await policy.complete(task.prompt)
+        return sum(character.isdigit() for character in answer.text) / max(len(answer.text), 1)
+
+
+class Sometimes(Digits):
+    """Raises for every third prompt, until the end of time."""
+
+    async def episode(self, task: Task, policy: Policy) -> float:
+        reward = await super().episode(task, policy)
+        if int(task.prompt[:-1]) % 3 == 0:
+            raise ValueError(f"no idea about {task.prompt}")
+        return reward
+
+
+class SometimesOneMember(Digits):
+    """One trajectory in four fails, more or less."""
+
+    async def episode(self, task: Task, policy: Policy) -> float:
+        answer = await policy.complete(task.prompt)
+        if sum(answer.token_ids) % 4 == 0:
+            raise ValueError("unlucky sum")
+        return sum(character.isdigit() for character in answer.text) / max(len(answer.text), 1)
+
+
+async def always_raises(task: Task, policy: Policy) -> float:
+    await policy.complete("1+1=")
+    raise RuntimeError("the judge is out of order")

@@ -1,0 +1,61 @@
+"""The weight sync with the real embedded engine behind the subscriber."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from sync_support import equal, ring, weights
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from streamrl.engines.embedded import EmbeddedEngine
+from streamrl.types import SamplingParams
+
+
+def tied_transformer(seed: int) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def test_a_request_in_flight_survives_updates_and_the_engine_serves_each_version_exactly() -> None:
+    async def scenario() -> None:
+        a, b = tied_transformer(1), tied_transformer(2)
+        served = tied_transformer(3)
+        engine = EmbeddedEngine(served, slots=2, max_length=128)
+        await engine.start()
+        params = SamplingParams(max_tokens=100)
+        async with ring(model=a) as it:
+            it.join("rollouter-0", engine)
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, a)
+            await it.publisher.publish(0)
+            in_flight = asyncio.create_task(engine.generate([1, 2, 3], params))
+            scores = []
+            for version, model in enumerate((a, b, a, b)):
+                if version:
+                    it.write(version, model)
+                    await it.publisher.publish(version)
+                assert engine.version == version
+                assert equal(weights(served), weights(model))
+                scores.append(await engine.score([1, 2, 3, 4, 5]))
+            assert scores[0].tolist() == scores[2].tolist() != scores[1].tolist() == scores[3].tolist()
+
+            generation = await in_flight
+            versions = [version for version, _ in generation.versions]
+            assert versions == sorted(set(versions))
+            assert sum(count for _, count in generation.versions) == len(generation.token_ids) == 100
+            assert (await engine.generate([1, 2, 3], params)).versions == [(3, 100)]
+        await engine.close()
+
+    asyncio.run(scenario())
