@@ -11,7 +11,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "on_stale": ("mask", "evict", "wait"),
     "engine.name": ("embedded",),
     "engine.kv": ("keep", "recompute"),
-    "model.dtype": ("float32", "bfloat16"),
+    "model.dtype": ("float32",),
     "loss.name": ("tis", "ppo"),
     "loss.advantage": ("mean", "mean_std", "leave_one_out", "batch_std"),
     "loss.aggregation": (

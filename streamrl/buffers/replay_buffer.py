@@ -223,8 +223,8 @@ class ReplayBuffer:
                 f"{where}: expected at most model.max_length={self.config.model.max_length} tokens, got {longest}; "
                 "raise model.max_length or end the episode earlier"
             )
-        if not all(trajectory.versions for trajectory in group.trajectories):
-            raise WireError(f"{where}: expected a sampled token in every trajectory, got a trajectory without")
+        if not any(trajectory.versions for trajectory in group.trajectories):
+            raise WireError(f"{where}: expected a sampled token in some trajectory, got none")
 
     def _evict_stale(self, version: int) -> None:
         """The guarantee: drop groups that ``on_stale`` does not let a trainer at ``version`` use."""

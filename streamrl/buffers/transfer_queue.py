@@ -148,6 +148,16 @@ class QueueServer:
         """Grant no more leases; requests for them go on waiting."""
         self._draining = True
 
+    @property
+    def waiting_for_leases(self) -> int:
+        """Requests for leases that wait for credits or bytes."""
+        return len(self._lease_requests)
+
+    @property
+    def waiting_for_batch(self) -> list[int]:
+        """Trainer ranks that wait for a batch."""
+        return sorted(self._batch_requests)
+
     def statistics(self) -> dict[str, float]:
         """The ``queue/``, ``buffer/`` and ``ledger/`` keys, now.
 

@@ -54,7 +54,7 @@ class Learner:
     """Owns the policy's parameters on this rank, their gradients and the optimizer.
 
     ``model`` is a transformers causal LM with sdpa attention, equal on all ranks; with a ``mesh`` of more than one rank
-    it is sharded in place. ``updates`` counts steps and drives the schedule; a restart sets it and ``optimizer``'s state.
+    it is sharded in place. ``updates`` counts steps and drives the schedule; a restart sets it and the optimizer state.
     """
 
     def __init__(self, config: Config, model: Any, mesh: DeviceMesh | None = None) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 
 def init_ranks(rank: int, world_size: int, store_path: str | Path, timeout_s: float = 300.0) -> DeviceMesh | None:
-    """Join the trainer ranks of this host through the file ``store_path``; returns their 1-D mesh.
+    """Join the trainer ranks of this host through the file ``store_path``, new for each start; returns their 1-D mesh.
 
     NCCL where CUDA is there (rank r takes device r), else gloo on the loopback interface. One rank needs no process
     group: returns None. Collective; a collective in which a rank is missing fails after ``timeout_s`` seconds.

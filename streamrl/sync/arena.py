@@ -130,7 +130,6 @@ class ArenaReader:
         self._require(version)
         start = _slot_start(self.manifest, version % 2)
         _compare(self.manifest, _digests(self.manifest, self._memory, start), digests, version)
-        self._require(version)
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:
         """Views of the slot by name, without a copy. Reading only: a write to one of them ends the process by SIGSEGV.

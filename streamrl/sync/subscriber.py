@@ -79,13 +79,11 @@ class _Link:
         assert self._socket is not None, "only a running subscriber sends"
         await self._socket.send(wire.encode(message))
 
-    def enter(self, welcome: wire.Welcome) -> bool:
-        """Turn to the session of ``welcome``; False if it is the one of before."""
-        if self._welcome and self._welcome.session == welcome.session:
-            return False
-        self._leave()
-        self._welcome = welcome
-        return True
+    def enter(self, welcome: wire.Welcome) -> None:
+        """Turn to the session of ``welcome``; nothing changes if it is the one of before."""
+        if self._welcome is None or self._welcome.session != welcome.session:
+            self._leave()
+            self._welcome = welcome
 
     @property
     def payload_bytes(self) -> int:
@@ -190,8 +188,7 @@ class Subscriber:
     async def _handle(self, message: wire.ToSubscriber) -> None:
         match message:
             case wire.Welcome():
-                if self._link.enter(message):
-                    self._staged = self._last = None
+                self._link.enter(message)
             case wire.Stage():
                 await self._stage(message)
             case wire.Commit():
@@ -287,8 +284,7 @@ class Observer:
     async def _handle(self, message: wire.ToSubscriber) -> None:
         match message:
             case wire.Welcome():
-                if self._link.enter(message):
-                    self._staged = None
+                self._link.enter(message)
             case wire.Stage():
                 await self._stage(message)
             case wire.Commit():

@@ -72,6 +72,7 @@ class Ring:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.fatal: list[str] = []
         self.server = QueueServer(endpoint, buffer, clock, self._event, self.fatal.append)
+        self.task: asyncio.Task[None] | None = None
         self._seen = asyncio.Event()
         self._clients: list[QueueProducer | QueueConsumer] = []
 
@@ -106,7 +107,7 @@ async def serving(buffer: ReplayBuffer, clock: Clock | None = None) -> AsyncIter
     """A running server; everything is closed at the end. A test that hangs fails after ten seconds."""
     with tempfile.TemporaryDirectory() as folder:
         ring = Ring(buffer, clock or ManualClock(), f"ipc://{folder}/queue")
-        task = asyncio.create_task(ring.server.run())
+        ring.task = task = asyncio.create_task(ring.server.run())
         try:
             async with asyncio.timeout(10):
                 yield ring

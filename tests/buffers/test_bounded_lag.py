@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 from buffer_support import centred, settings, token_mean, trajectory
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as budget
 from hypothesis import strategies as st
 
@@ -204,8 +204,17 @@ schedules = st.lists(
 )
 
 
+FOUR_SLOW_GROUPS: list[tuple[Operation, int]] = [
+    *((RingModel.commit, which) for which in range(3)),
+    (RingModel.lease, 3),
+    *[(RingModel.turn, 1)] * 8,
+]
+"""More groups of one version than a batch holds stay in flight while the others overtake them."""
+
+
 @pytest.mark.parametrize("on_stale", ["mask", "evict", "wait"])
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
+@example(schedule=FOUR_SLOW_GROUPS, drop=False)
 @budget(max_examples=40, deadline=None)
 @given(schedule=schedules, drop=st.booleans())
 def test_every_schedule_stays_inside_the_bound_and_can_go_on(

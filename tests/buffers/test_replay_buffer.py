@@ -223,7 +223,7 @@ def test_weights_and_advantages_come_from_the_full_batch() -> None:
         (lambda g: g.trajectories.append(g.trajectories[0]), "expected 1 to 2 trajectories, got 3"),
         (lambda g: g.trajectories.clear(), "expected 1 to 2 trajectories, got 0"),
         (lambda g: g.trajectories.append(trajectory([(0, 99)])) or g.trajectories.pop(0), "model.max_length=64"),
-        (lambda g: g.trajectories.append(trajectory([])) or g.trajectories.pop(0), "a sampled token"),
+        (lambda g: setattr(g, "trajectories", [trajectory([])] * 2), "expected a sampled token"),
     ],
     ids=["prompt", "too many", "none", "too long", "nothing sampled"],
 )
@@ -235,6 +235,19 @@ def test_a_group_that_does_not_fit_its_lease_is_refused_and_the_lease_stays(chan
     with pytest.raises(WireError, match=message):
         buffer.put(bad)
     assert buffer.put(group(lease)) is PutStatus.ACCEPTED
+
+
+def test_a_trajectory_without_a_sampled_token_counts_in_the_group_but_is_not_trained() -> None:
+    buffer = at_version(replay_buffer(per_step=1), 0)
+    lease = buffer.lease("a", 1, 0.0)[0]
+    cut = trajectory([], reward=0.0)
+    answered = trajectory([(0, 2)], reward=1.0)
+    assert buffer.put(Group(lease.id, lease.prompt, "sums", [cut, answered])) is PutStatus.ACCEPTED
+    batch = buffer.next_batch(0, 0, 1)
+    assert batch is not None
+    part = batch[0].micro_batches[0][0]
+    assert part.trajectories == [answered]
+    np.testing.assert_array_equal(part.advantages, [0.5])
 
 
 def test_leases_stop_while_their_worst_case_would_pass_the_byte_limit() -> None:

@@ -363,6 +363,8 @@ def test_an_answer_ends_with_its_stop_token_with_max_tokens_or_with_the_context(
             assert (single.token_ids.tolist(), single.finish_reason) == ([9], "length")
             assert (full.token_ids.tolist(), full.finish_reason) == ([9] * 14, "length")
             assert len((await engine.generate([1] * 15, stop)).token_ids) == 1
+            again = await engine.generate([1, 2], SamplingParams(max_tokens=4))
+            assert again.token_ids.tolist() == [9] * 4, "the stop tokens of a slot's last request are gone"
 
     asyncio.run(run())
 

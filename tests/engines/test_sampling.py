@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.engines.sampling import SamplerInputs, sample, uniforms
+from streamrl.engines.sampling import SamplerInputs, sample, truncate, uniforms
 from streamrl.errors import DivergedError
 
 
@@ -114,6 +114,12 @@ def test_top_p_keeps_the_token_that_crosses_the_bound_and_top_k_counts_first() -
         (2, 0.64): {0, 1},
         (1, 1.0): {0},
     }
+
+
+def test_top_k_alone_keeps_a_tail_that_rounding_would_hide_from_top_p() -> None:
+    scaled = torch.tensor([[-60.0, 0.0, -50.0]], dtype=torch.float64)
+    kept = truncate(scaled, torch.tensor([2]), torch.tensor([1.0], dtype=torch.float64))
+    assert kept.tolist() == [[-torch.inf, 0.0, -50.0]]
 
 
 def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_positions() -> None:

@@ -82,7 +82,7 @@ def test_a_slot_that_was_written_again_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda named: named.pop("scale"), "version 0 lacks 1 tensors, the first is 'scale'"),
+        (lambda named: named.pop("scale"), "version 2 lacks 1 tensors, the first is 'scale'"),
         (lambda named: named.update(extra=torch.zeros(1)), "'extra' is not in the manifest"),
         (lambda named: named.update(scale=torch.zeros(())), r"'scale': expected float64 \(\), got float32 \(\)"),
         (lambda named: named.update(empty=torch.zeros(0, 3)), r"expected float32 \(0, 4\), got float32 \(0, 3\)"),
@@ -91,10 +91,14 @@ def test_a_slot_that_was_written_again_is_noticed() -> None:
 def test_tensors_that_do_not_fit_are_refused_and_the_slot_holds_nothing(change, message: str) -> None:
     named = weights(small_model(1))
     arena = Arena(manifest_of(small_model(1)))
+    arena.write(0, named)
+    reader = ArenaReader(arena.path, arena.manifest)
+    assert reader.holds(0)
     change(named)
     with pytest.raises(WeightSyncError, match=message):
-        arena.write(0, named)
-    assert not ArenaReader(arena.path, arena.manifest).holds(0)
+        arena.write(2, named)
+    assert not reader.holds(0)
+    assert not reader.holds(2)
 
 
 def test_no_descriptor_and_no_mapping_is_left_after_both_sides_close() -> None:

@@ -169,6 +169,27 @@ def test_an_engine_whose_slot_was_overwritten_while_it_loaded_is_never_resumed()
     asyncio.run(scenario())
 
 
+def test_a_member_taken_out_in_mid_commit_is_brought_back_if_the_version_is_given_up() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            bad, doubtful = await publish_0(it, "rollouter-0", "rollouter-1")
+            bad.refuse = {1}
+            loading, release = doubtful.hold_load()
+            it.write(1, small_model(1))
+            publish = asyncio.create_task(it.publisher.publish(1))
+            await loading.wait()
+            it.publisher.set_members({"rollouter-0"}, set())
+            with pytest.raises(WeightSyncError, match="version 1 was given up, version 0 serves"):
+                await publish
+            release.set()
+            await it.subscribers["rollouter-1"].wait_version(1)
+            it.publisher.set_members({"rollouter-0", "rollouter-1"}, set())
+            await it.events.wait("version_committed", version=0, members=["rollouter-1"], late=True)
+            assert equal(doubtful.weights, weights(small_model(0)))
+
+    asyncio.run(scenario())
+
+
 # Deadlines and membership ---------------------------------------------------------------------------------------------
 
 
@@ -291,6 +312,48 @@ def test_a_cancelled_publish_brings_members_back_to_the_current_version() -> Non
     asyncio.run(scenario())
 
 
+def say_hello(endpoint: str, incarnation: int) -> zmq.asyncio.Socket:
+    """A bare member's socket, which has said Hello as ``rollouter-0``."""
+    member = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    member.linger, member.identity = 0, wire.identity_of("rollouter-0", incarnation)
+    member.connect(endpoint)
+    member.send(wire.encode(wire.Hello(name="rollouter-0", pid=1, incarnation=incarnation)))
+    return member
+
+
+def test_a_member_that_is_gone_is_waited_for_to_connect_and_not_to_stage() -> None:
+    async def scenario() -> None:
+        async with ring(timeout_s=0.5) as it:
+            member = say_hello(it.endpoint, 5)
+            assert isinstance(wire.decode_to_subscriber(await member.recv()), wire.Welcome)
+            member.close()
+            while it.publisher._transmit(wire.identity_of("rollouter-0", 5), wire.Refused(reason="still there?")):
+                await asyncio.sleep(0)  # noqa: ASYNC110 - ZeroMQ has no event for a route that is gone
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, small_model(0))
+            publish = asyncio.create_task(it.publisher.publish(0))
+            await it.events.wait("sync_timeout", member="rollouter-0")
+            assert it.unresponsive == [("rollouter-0", "connect")]
+            engine = it.join("rollouter-0")
+            assert (await publish).rollouters == 1
+            assert engine.log == ["pause", "load 0", "resume"]
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_connects_again_takes_its_identity_along() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            before = say_hello(it.endpoint, 5)
+            assert isinstance(wire.decode_to_subscriber(await before.recv()), wire.Welcome)
+            again = say_hello(it.endpoint, 5)  # the publisher has not noticed that the connection of before is dead
+            assert isinstance(wire.decode_to_subscriber(await again.recv()), wire.Welcome)
+            before.close()
+            again.close()
+
+    asyncio.run(scenario())
+
+
 # The wire -------------------------------------------------------------------------------------------------------------
 
 GARBAGE = [
@@ -326,13 +389,10 @@ def test_a_malformed_frame_is_counted_answered_and_survived_by_the_publisher(fra
 def test_a_reply_to_an_earlier_publisher_or_update_counts_for_nothing() -> None:
     async def scenario() -> None:
         async with ring() as it:
-            member = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-            member.linger, member.identity = 0, wire.identity_of("rollouter-0", 5)
-            member.connect(it.endpoint)
             it.publisher.set_members({"rollouter-0"}, set())
             it.write(0, small_model(0))
             publish = asyncio.create_task(it.publisher.publish(0))
-            await member.send(wire.encode(wire.Hello(name="rollouter-0", pid=1, incarnation=5)))
+            member = say_hello(it.endpoint, 5)
             welcome, stage = [wire.decode_to_subscriber(await member.recv()) for _ in range(2)]
             assert isinstance(welcome, wire.Welcome)
             assert isinstance(stage, wire.Stage)

@@ -261,6 +261,26 @@ def test_a_late_joiner_that_is_slow_to_load_is_not_harmed_by_the_next_write() ->
     asyncio.run(scenario())
 
 
+def test_a_late_joiner_that_still_stages_goes_straight_to_the_next_version() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            it.write(0, small_model(1))
+            await it.publisher.publish(0)
+            late = it.join("rollouter-0")
+            reading, read_on = it.slow_reads("rollouter-0")
+            it.publisher.set_members({"rollouter-0"}, set())
+            await reading.wait()
+            it.write(1, small_model(2))
+            publish = asyncio.create_task(it.publisher.publish(1))
+            await asyncio.sleep(0)
+            read_on.set()
+            assert (await publish).rollouters == 1
+            assert late.log == ["pause", "load 1", "resume"]
+            assert it.events.named("version_refused") == []
+
+    asyncio.run(scenario())
+
+
 # Observers ------------------------------------------------------------------------------------------------------------
 
 
