@@ -14,8 +14,9 @@ from streamrl.actors.engine_loading import load_engine
 from streamrl.actors.probe import probe_tokens
 from streamrl.buffers.queue_clients import QueueProducer
 from streamrl.envs.environment import load_environment
-from streamrl.envs.group import GroupRunner
+from streamrl.envs.group import GroupResult, GroupRunner
 from streamrl.envs.split import Split
+from streamrl.errors import WireError
 from streamrl.policy.model import load_tokenizer
 from streamrl.runtime.actor import Actor, State
 from streamrl.runtime.messages import Scored
@@ -64,16 +65,27 @@ class Rollouter(Actor):
                 self._room.clear()
 
     async def _group(self, lease: Lease) -> None:
-        result = await self._runner.run_group(lease)
-        for failure in result.failures:
-            self.emit("trajectory_failed", {"lease": lease.id, "prompt": lease.prompt, "reason": failure.reason,
-                                            "traceback": failure.traceback})  # fmt: skip
-        if result.group is not None:
-            await self._producer.put(result.group)
+        try:
+            async with asyncio.timeout(lease.deadline_s):
+                result = await self._runner.run_group(lease)
+        except TimeoutError:
+            pass  # the buffer counts the expired lease and issues its prompt again
         else:
-            await self._producer.fail(lease.id, result.failures[-1].reason, result.failures[-1].traceback)
+            await self._deliver(lease, result)
         self._groups -= 1
         self._room.set()
+
+    async def _deliver(self, lease: Lease, result: GroupResult) -> None:
+        for failure in result.failures:
+            fields = {"lease": lease.id, "prompt": lease.prompt, "reason": failure.reason}
+            self.emit("trajectory_failed", fields | {"traceback": failure.traceback})
+        if result.group is None:
+            await self._producer.fail(lease.id, result.failures[-1].reason, result.failures[-1].traceback)
+            return
+        try:
+            await self._producer.put(result.group)
+        except WireError as error:  # what user code made of the group does not fit its lease
+            await self._producer.fail(lease.id, str(error), "")
 
     async def _report_probe(self) -> None:
         temperature = self.config.sampling.temperature

@@ -249,8 +249,8 @@ class QueueServer:
         self._failures_in_row += 1
         limit = self.buffer.config.env.max_failures
         if self._failures_in_row >= limit:
-            last_line = (body.traceback.strip() or body.reason).splitlines()[-1]
-            self._end(f"{self._failures_in_row} leases failed in a row (env.max_failures={limit}); last: {last_line}")
+            last = " ".join(body.reason.split())
+            self._end(f"{self._failures_in_row} leases failed in a row (env.max_failures={limit}); last: {last}")
         self._answer(identity, request, Status("failed" if lease else PutStatus.LATE.value))
 
     # Batches ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ be written any more (a full disk) is a ``RecorderError``: the run ends and says 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -77,8 +78,9 @@ class Recorder:
 
     def close(self) -> None:
         self._wandb.close()
-        self._metrics.close()
-        self._events.close()
+        for file in (self._metrics, self._events):
+            with contextlib.suppress(OSError):  # a full disk was reported by the write that met it
+                file.close()
 
     def _write(self, file: io.TextIOWrapper, line: dict[str, Any]) -> None:
         try:

@@ -25,7 +25,9 @@ class WandbSink:
 
     def __init__(self, run_dir: Path, config: Config, on_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._lines: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(PENDING_LINES)
-        self._failure: str | None = None
+        self._news: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        """Events of the thread, reported with the next line: ``on_event`` belongs to the caller's thread."""
+        self._failed = False
         self._on_event = on_event
         self._thread: threading.Thread | None = None
         if config.wandb.name != "disabled":
@@ -39,10 +41,10 @@ class WandbSink:
         self._put(("summary", summary))
 
     def _put(self, item: tuple[str, dict[str, Any]]) -> None:
-        if self._failure is not None:
-            self._on_event("wandb_failed", {"reason": self._failure})
-            self._thread = self._failure = None
-        if self._thread is not None and not self._lines.full():
+        while not self._news.empty():
+            event, reason = self._news.get()
+            self._on_event(event, {"reason": reason})
+        if self._thread is not None and not self._failed and not self._lines.full():
             self._lines.put_nowait(item)
 
     def close(self) -> None:
@@ -59,6 +61,9 @@ class WandbSink:
             import wandb
 
             mode: Any = config.wandb.name
+            if mode == "online" and not wandb.login(prompt=False):
+                mode = "offline"
+                self._news.put(("wandb_offline", "no account: log in with `wandb login`, or set WANDB_API_KEY"))
             settings = wandb.Settings(silent=True, console="off", x_disable_stats=True)
             run = wandb.init(
                 project=config.wandb.project, name=run_dir.name, dir=run_dir, mode=mode, settings=settings,
@@ -72,5 +77,6 @@ class WandbSink:
                     run.summary.update(values)
             run.finish()
         except BaseException as error:  # noqa: BLE001 - whatever wandb raises, the run goes on without it
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failed = True
+            self._news.put(("wandb_failed", f"{type(error).__name__}: {error}"))
             log.warning("wandb failed, the run goes on without it: %s", error)

@@ -189,7 +189,8 @@ class Actor:
                 self.state = State.DRAINING
             finally:
                 await self.close()
-            await self._flush(control)  # what close() had to say
+            self.send(self._heartbeat())  # the final gauges
+            await self._flush(control)
             for task in background:
                 task.cancel()
 

@@ -278,7 +278,7 @@ class Publisher:
         running.timer = asyncio.get_running_loop().call_later(self._timeout_s, self._late, running, False)
 
     def _late(self, running: _Running, last: bool) -> None:
-        update = running.update
+        update, timer = running.update, running.timer
         for name, step in update.waiting.items():
             fields = {"member": name, "phase": step.value, "version": update.version, "last": last}
             self._on_event("sync_timeout", fields)
@@ -286,8 +286,8 @@ class Publisher:
                 self._on_unresponsive(name, step.value)
             elif step is not Step.CONNECT:
                 self._roster.condemn(name)  # it may still follow the order that it was given
-        if update.number not in self._running:  # the callback took the culprits out
-            return
+        if update.number not in self._running or running.timer is not timer:
+            return  # the callback took the culprits out: the update is over, or in its next phase
         if last:
             running.expired = True
             self._follow(running, update.expire(f"no answer within {2 * self._timeout_s:g} s"))

@@ -8,7 +8,7 @@ Every method is one thing that happened and returns the orders to send out for i
     HOLD     all others to be in HOLD    COMMIT (an observer stays in HOLD and is told at the end)
     COMMIT   Committed                   DONE; CommitFailed: STAGE once more, then FAILED
     DONE     –                           STAGE, should a new incarnation of it connect before the end
-    FAILED   –                           must be restarted: it has not followed the others
+    FAILED   –                           it has not followed the others and must be restarted, then as for DONE
 
 and the update through these phases::
 
@@ -96,8 +96,9 @@ class Update:
 
     def connected(self, name: str) -> Orders:
         """A member said Hello, for the first time or again: it is staged from the start, whatever it had before."""
-        if self._step(name) in (None, Step.FAILED):
+        if self._step(name) is None:
             return []
+        self.failures.pop(name, None)
         self._steps[name] = Step.STAGE
         return [(name, Order.STAGE)]
 

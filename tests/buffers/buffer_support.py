@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,3 +116,41 @@ async def serving(buffer: ReplayBuffer, clock: Clock | None = None) -> AsyncIter
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+Conversation = Callable[[Ring], Awaitable[None]]
+
+
+def over_sockets(conversation: Conversation, *, clock: ManualClock | None = None, **keys: Any) -> None:
+    """Run one conversation against a served buffer that has version 0 published."""
+
+    async def main() -> None:
+        buffer = replay_buffer(**keys)
+        buffer.ledger.publish(0)
+        async with serving(buffer, clock) as ring:
+            await conversation(ring)
+
+    asyncio.run(main())
+
+
+async def round_trip(ring: Ring) -> None:
+    """One request that changes nothing, answered."""
+    probe = QueueConsumer(ring.endpoint, 99, 100, clock=ring.clock)
+    await probe.published(0)
+    probe.close()
+
+
+async def leases_wait(ring: Ring, requests: int) -> None:
+    """Return once so many requests for leases wait at the server."""
+    while ring.server.waiting_for_leases != requests:
+        await round_trip(ring)
+
+
+async def ranks_wait(ring: Ring, ranks: list[int]) -> None:
+    """Return once these trainer ranks wait at the server."""
+    while ring.server.waiting_for_batch != ranks:
+        await round_trip(ring)
+
+
+def start(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    return asyncio.create_task(call)

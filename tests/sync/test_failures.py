@@ -225,6 +225,29 @@ def test_taking_out_an_unresponsive_member_lets_the_update_go_on() -> None:
     asyncio.run(scenario())
 
 
+def test_the_commit_has_its_own_deadline_after_a_member_was_taken_out_at_that_of_the_stage() -> None:
+    async def scenario() -> None:
+        async with ring(timeout_s=0.5) as it:
+            engine = it.join("rollouter-0")
+            loading, release = engine.hold_load()
+
+            def take_out(member: str, phase: str) -> None:
+                it.unresponsive.append((member, phase))
+                it.publisher.set_members({"rollouter-0"}, set())
+
+            it.publisher._on_unresponsive = take_out
+            it.publisher.set_members({"rollouter-0", "rollouter-9"}, set())
+            it.write(0, small_model(0))
+            publish = asyncio.create_task(it.publisher.publish(0))
+            await loading.wait()
+            await it.events.wait("sync_timeout", member="rollouter-0", phase="commit")
+            release.set()
+            assert (await publish).rollouters == 1
+            assert it.unresponsive == [("rollouter-9", "connect"), ("rollouter-0", "commit")]
+
+    asyncio.run(scenario())
+
+
 def test_a_commit_that_is_not_answered_is_named_and_the_version_serves_elsewhere() -> None:
     async def scenario() -> None:
         async with ring(timeout_s=0.5) as it:
@@ -327,16 +350,20 @@ def test_a_member_that_is_gone_is_waited_for_to_connect_and_not_to_stage() -> No
             member = say_hello(it.endpoint, 5)
             assert isinstance(wire.decode_to_subscriber(await member.recv()), wire.Welcome)
             member.close()
-            while it.publisher._transmit(wire.identity_of("rollouter-0", 5), wire.Refused(reason="still there?")):
-                await asyncio.sleep(0)  # noqa: ASYNC110 - ZeroMQ has no event for a route that is gone
-            it.publisher.set_members({"rollouter-0"}, set())
+            gone, question = wire.identity_of("rollouter-0", 5), wire.Refused(reason="still there?")
+            while it.publisher._transmit(gone, question):  # noqa: ASYNC110 - ZeroMQ has no event for a lost route
+                await asyncio.sleep(0)
             it.write(0, small_model(0))
-            publish = asyncio.create_task(it.publisher.publish(0))
+            await it.publisher.publish(0)
+            it.publisher.set_members({"rollouter-0"}, set())
+            assert not it.publisher._running  # nobody there to be brought to version 0
+            it.write(1, small_model(1))
+            publish = asyncio.create_task(it.publisher.publish(1))
             await it.events.wait("sync_timeout", member="rollouter-0")
             assert it.unresponsive == [("rollouter-0", "connect")]
             engine = it.join("rollouter-0")
             assert (await publish).rollouters == 1
-            assert engine.log == ["pause", "load 0", "resume"]
+            assert engine.log == ["pause", "load 1", "resume"]
 
     asyncio.run(scenario())
 

@@ -281,6 +281,25 @@ def test_a_late_joiner_that_still_stages_goes_straight_to_the_next_version() -> 
     asyncio.run(scenario())
 
 
+def test_a_late_joiner_that_is_taken_out_while_it_stages_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            it.write(0, small_model(1))
+            await it.publisher.publish(0)
+            late = it.join("rollouter-0")
+            reading, read_on = it.slow_reads("rollouter-0")
+            it.publisher.set_members({"rollouter-0"}, set())
+            await reading.wait()
+            it.publisher.set_members(set(), set())
+            assert not it.publisher._running
+            assert all(not fields["late"] for fields in it.events.named("version_committed"))
+            read_on.set()
+            await it.subscribers["rollouter-0"]._on_event.wait("version_staged", version=0)
+            assert late.log == []
+
+    asyncio.run(scenario())
+
+
 # Observers ------------------------------------------------------------------------------------------------------------
 
 

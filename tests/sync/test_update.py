@@ -98,6 +98,21 @@ def test_a_restarted_member_starts_over_wherever_it_was() -> None:
     assert update.phase is Phase.DONE
 
 
+def test_a_member_that_was_left_behind_and_restarts_before_the_end_is_brought_along() -> None:
+    update = staged_by_all("a", "b")
+    update.failed("a", "no such name")
+    update.staged("a")
+    update.failed("a", "no such name")
+    assert update.failures == {"a": "no such name"}
+    assert update.connected("a") == [("a", STAGE)]
+    assert update.failures == {}
+    update.committed_by("b", 0.0)
+    update.staged("a")
+    update.committed_by("a", 0.0)
+    assert update.phase is Phase.DONE
+    assert update.committed == {"a", "b"}
+
+
 def test_observers_hold_their_copy_until_the_version_is_current() -> None:
     update = staged_by_all("a", observers=("eval",))
     assert update.waiting == {"a": Step.COMMIT}
