@@ -34,7 +34,8 @@ class WarmupConfig:
     tasks: int = 0
     """Distinct tasks that the warm-up sees; 0 means no limit."""
     stop_accuracy: float = 0.0
-    """Greedy accuracy on 256 training tasks, in [0, 1], at which the warm-up ends early; 0: all ``steps`` are taken."""
+    """Greedy accuracy on 256 training tasks, in [0, 1], that ends the warm-up early and that the model does not exceed;
+    0: all ``steps`` are taken."""
 
 
 @dataclass

@@ -6,14 +6,16 @@ Consumes the settings; produces a folder with a transformers checkpoint and its 
 from __future__ import annotations
 
 import asyncio
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from streamrl.envs.environment import load_environment
 from streamrl.envs.split import Split
-from streamrl.policy.model import prepare_model
+from streamrl.policy.model import BUILT_IN, prepare_model
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import Progress
 
@@ -33,7 +35,10 @@ class Preparer(Actor):
                 task = split.train(index)
                 return task.prompt, task.answer or ""
 
-            return str(prepare_model(self.config, pair, progress))
+            folder = prepare_model(self.config, pair, progress)
+            if self.config.model.name == BUILT_IN and not self.config.model.cache:
+                folder = Path(shutil.move(folder, Path(self.spec.run_dir) / "model"))
+            return str(folder)
 
         with ThreadPoolExecutor(1, thread_name_prefix="torch") as worker:
             return {"model": await self.blocking(worker, work)}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +29,7 @@ PROBES = 256
 
 _RAMP_STEPS = 20
 _PROBE_EVERY = 5
+_PROBES_AVERAGED = 8
 _BETAS = (0.9, 0.98)
 _WEIGHT_DECAY = 0.01
 _MAX_GRAD_NORM = 1.0
@@ -66,8 +70,10 @@ def warm_up(
     """Train ``model`` in place on ``config.batch`` pairs a step; the loss counts answer tokens and the end token.
 
     AdamW at a constant rate after a ramp of 20 steps. The rate does not decay, because a decay makes accuracy leap (on
-    two-digit sums from 30 % to 90 % within 30 steps) and what is left to RL a matter of luck; ``stop_accuracy`` ends
-    the phase at the first probe that reaches it. Deterministic given the weights, the tasks and the thread count.
+    two-digit sums from 30 % to 90 % within 30 steps) and what is left to RL a matter of luck. Accuracy is noisy at such
+    a rate, so ``stop_accuracy`` is held against the mean of the last 8 probes (one every 5 steps): the first probe that
+    happens to reach it would leave a model that knows much less. The model then gets the weights of the newest probe
+    that was not over it. Deterministic given the weights, the tasks and the thread count.
     Raises ``ConfigError`` for a pair that cannot be used, ``DivergedError`` for a loss that is not finite.
     """
     probes = _encode(tokenizer, [tasks(FIRST_PROBE + index) for index in range(PROBES)], max_length)
@@ -76,6 +82,8 @@ def warm_up(
     )
     model.train()
     loss = accuracy = 0.0
+    recent: deque[float] = deque(maxlen=_PROBES_AVERAGED)
+    below = WarmedUp(0, math.inf, 0.0), copy.deepcopy(model.state_dict())
     step = 0
     while step < config.steps:
         for group in optimizer.param_groups:
@@ -86,8 +94,16 @@ def warm_up(
         if step % _PROBE_EVERY == 0 or step == config.steps:
             accuracy = exact_share(model, probes)
             progress(step, config.steps, f"warm-up: loss {loss:.2f}, {accuracy:.0%} of answers right")
-            if config.stop_accuracy and accuracy >= config.stop_accuracy:
-                break
+            if not config.stop_accuracy:
+                continue
+            recent.append(accuracy)
+            if accuracy <= config.stop_accuracy:
+                below = WarmedUp(step, loss, accuracy), copy.deepcopy(model.state_dict())
+            if len(recent) == _PROBES_AVERAGED and sum(recent) / len(recent) >= config.stop_accuracy:
+                ended, weights = below
+                model.load_state_dict(weights)
+                model.eval()
+                return ended
     model.eval()
     return WarmedUp(step, loss, accuracy)
 
