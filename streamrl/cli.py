@@ -13,7 +13,7 @@ from streamrl.errors import ConfigError, StreamRLError
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 completed, 1 failed, 2 bad arguments or config, 3 parity gate, 130 interrupted."""
-    parser = _parser()
+    parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (arguments.run is not _launch or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="streamrl", description="Asynchronous reinforcement learning that post-trains language models."
     )

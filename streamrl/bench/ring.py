@@ -53,6 +53,10 @@ WORKLOADS = (Workload("addition", "answers/s", True), Workload("reverse", "usefu
 
 def run(json_path: Path | None, peers: list[str]) -> list[Row]:
     """Measure, print the table, write the rows to ``json_path`` if given."""
+    if "trl" in peers:
+        from streamrl.bench.trl_peer import check_installed
+
+        check_installed()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder:
         for workload in WORKLOADS:

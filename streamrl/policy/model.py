@@ -35,7 +35,7 @@ from streamrl.policy.warmup import FIRST_TASK, Pairs, Progress, warm_up
 from streamrl.schema import Config
 
 BUILT_IN = "tiny-qwen3"
-RECIPE = 2
+RECIPE = 3
 """Version of what this module and the warm-up do; a change that alters the built model raises it."""
 
 TINY: Mapping[str, Any] = {
@@ -59,12 +59,12 @@ _CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 def prepare_model(config: Config, tasks: Pairs | None, progress: Progress) -> Path:
     """The folder of the checkpoint that version 0 of the policy is loaded from.
 
-    ``model.name`` is a folder, ``tiny-qwen3`` (built here, from ``tasks`` where it is warmed up), or the name of a model
-    on the hub, which is the only one that touches the network. ``tasks`` maps any index to a prompt and its answer;
+    ``model.name`` is a folder, ``tiny-qwen3`` (built here, and warmed up on ``tasks``), or the name of a model on the
+    hub, which is the only one that touches the network. ``tasks`` maps any index to a prompt and its answer;
     ``progress`` is told steps done, steps in all and a line of text. Raises ``ConfigError`` of one line.
 
-    A built model is written aside and renamed, so two launches at once both get a whole one. With ``model.cache`` off it
-    goes to a new temporary folder, which the caller owns.
+    A built model is written aside and renamed, so two launches at once both get a whole one. With ``model.cache`` off
+    it goes to a new temporary folder, which the caller owns.
     """
     name = config.model.name
     if name == BUILT_IN:
@@ -80,7 +80,8 @@ def load_model(folder: Path | str, dtype: str, device: str = "cpu") -> PreTraine
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True, use_safetensors=True
     )
-    return model.to(device)
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    return model
 
 
 def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
@@ -113,7 +114,7 @@ def _from_hub(name: str) -> Path:
 
     try:
         folder = snapshot_download(name, allow_patterns=list(_CHECKPOINT_FILES))
-    except Exception as error:  # noqa: BLE001 the hub client raises a dozen unrelated types; each means: no model
+    except Exception as error:  # the hub client raises a dozen unrelated types; each means: no model
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"model.name={name}: no such folder, not the built-in {BUILT_IN!r}, and the hub did not give it: "
@@ -164,7 +165,7 @@ def _architecture(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3Co
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
         )
-    except Exception as error:  # noqa: BLE001 transformers validates with its own types; all mean: a bad value
+    except Exception as error:  # transformers validates with types of its own; all mean: a bad value
         raise ConfigError(f"model.args: {' '.join(str(error).split())}") from error
 
 

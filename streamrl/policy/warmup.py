@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from streamrl.errors import ConfigError, DivergedError
@@ -59,6 +59,34 @@ class WarmedUp:
     """Share of the probe tasks that greedy decoding answers exactly at the end, in [0, 1]."""
 
 
+class StopRule:
+    """Ends a warm-up at ``target`` greedy accuracy on the probe tasks, and keeps the weights it ends with.
+
+    At a constant rate accuracy jumps by ten points from step to step. The first probe that happens to reach the target
+    would leave a model that knows little, so the mean of the last 8 probes decides when to end; what is kept are the
+    weights of the newest probe that did not exceed the target, so that a run starts at most there.
+    """
+
+    def __init__(self, model: nn.Module, target: float) -> None:
+        self._model = model
+        self._target = target
+        self._recent: deque[float] = deque(maxlen=_PROBES_AVERAGED)
+        self._kept = WarmedUp(0, math.inf, 0.0), copy.deepcopy(model.state_dict())
+
+    def reached(self, probed: WarmedUp) -> bool:
+        """Record a probe of the model as it is now; True where the warm-up may end."""
+        self._recent.append(probed.accuracy)
+        if probed.accuracy <= self._target:
+            self._kept = probed, copy.deepcopy(self._model.state_dict())
+        return len(self._recent) == _PROBES_AVERAGED and sum(self._recent) / _PROBES_AVERAGED >= self._target
+
+    def restore(self) -> WarmedUp:
+        """Give the model the kept weights; how it was when they were kept."""
+        probed, weights = self._kept
+        self._model.load_state_dict(weights)
+        return probed
+
+
 def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -70,42 +98,29 @@ def warm_up(
     """Train ``model`` in place on ``config.batch`` pairs a step; the loss counts answer tokens and the end token.
 
     AdamW at a constant rate after a ramp of 20 steps. The rate does not decay, because a decay makes accuracy leap (on
-    two-digit sums from 30 % to 90 % within 30 steps) and what is left to RL a matter of luck. Accuracy is noisy at such
-    a rate, so ``stop_accuracy`` is held against the mean of the last 8 probes (one every 5 steps): the first probe that
-    happens to reach it would leave a model that knows much less. The model then gets the weights of the newest probe
-    that was not over it. Deterministic given the weights, the tasks and the thread count.
-    Raises ``ConfigError`` for a pair that cannot be used, ``DivergedError`` for a loss that is not finite.
+    two-digit sums from 30 % to 90 % within 30 steps) and what is left to RL a matter of luck; ``stop_accuracy`` ends
+    the phase instead (``StopRule``). Deterministic given the weights, the tasks and the thread count. Raises
+    ``ConfigError`` for a pair that cannot be used, ``DivergedError`` for a gradient that is not finite.
     """
     probes = _encode(tokenizer, [tasks(FIRST_PROBE + index) for index in range(PROBES)], max_length)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
     )
+    rule = StopRule(model, config.stop_accuracy) if config.stop_accuracy else None
+    probed = WarmedUp(0, math.inf, 0.0)
     model.train()
-    loss = accuracy = 0.0
-    recent: deque[float] = deque(maxlen=_PROBES_AVERAGED)
-    below = WarmedUp(0, math.inf, 0.0), copy.deepcopy(model.state_dict())
-    step = 0
-    while step < config.steps:
+    for step in range(1, config.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = config.lr * min(1.0, (step + 1) / _RAMP_STEPS)
-        drawn = (_task_index(step * config.batch + row, config.tasks) for row in range(config.batch))
+            group["lr"] = config.lr * min(1.0, step / _RAMP_STEPS)
+        drawn = (_task_index((step - 1) * config.batch + row, config.tasks) for row in range(config.batch))
         loss = _step(model, optimizer, _encode(tokenizer, [tasks(index) for index in drawn], max_length))
-        step += 1
         if step % _PROBE_EVERY == 0 or step == config.steps:
-            accuracy = exact_share(model, probes)
-            progress(step, config.steps, f"warm-up: loss {loss:.2f}, {accuracy:.0%} of answers right")
-            if not config.stop_accuracy:
-                continue
-            recent.append(accuracy)
-            if accuracy <= config.stop_accuracy:
-                below = WarmedUp(step, loss, accuracy), copy.deepcopy(model.state_dict())
-            if len(recent) == _PROBES_AVERAGED and sum(recent) / len(recent) >= config.stop_accuracy:
-                ended, weights = below
-                model.load_state_dict(weights)
-                model.eval()
-                return ended
+            probed = WarmedUp(step, loss, exact_share(model, probes))
+            progress(step, config.steps, f"warm-up: loss {loss:.2f}, {probed.accuracy:.0%} of answers right")
+            if rule is not None and rule.reached(probed):
+                break
     model.eval()
-    return WarmedUp(step, loss, accuracy)
+    return probed if rule is None else rule.restore()
 
 
 def exact_share(model: PreTrainedModel, encoded: Encoded) -> float:
@@ -133,7 +148,7 @@ def _step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, encoded: Enc
     for inputs, targets in _chunks(encoded):
         logits = model(input_ids=inputs, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum") / count
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
     if not torch.isfinite(norm):
@@ -181,7 +196,7 @@ def _tokens(
     reply = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
     if len(question) + len(reply) > max_length:
         raise ConfigError(
-            f"model.max_length={max_length} is too short for the warm-up: prompt {prompt!r:.40} with its answer and the "
-            f"end token has {len(question) + len(reply)} tokens; raise model.max_length"
+            f"model.max_length={max_length} is too short for the warm-up: prompt {prompt!r:.40}, answer and end "
+            f"token are {len(question) + len(reply)} tokens; raise model.max_length"
         )
     return question, reply
