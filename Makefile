@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 # The marker is remade when the dependencies change, so that a second call starts at once.
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	$(BIN)/pip install --quiet --editable '.[envs,dev]'
 	touch $@
 
 quickstart: $(VENV)/.installed

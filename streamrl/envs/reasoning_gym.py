@@ -91,8 +91,11 @@ def _fields(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _create(family: str, options: dict[str, Any]) -> Any:
     """The family's data set; raises ``ConfigError`` for an unknown family or option or a value that it refuses."""
-    import reasoning_gym  # takes most of a second, so only where it is used
-    from reasoning_gym.factory import DATASETS
+    try:
+        import reasoning_gym  # takes most of a second, so only where it is used
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"env.name: {error.name} is not installed; pip install 'streamrl[envs]'") from error
 
     if family not in DATASETS:
         raise ConfigError(f"env.args.family={family!r}: reasoning-gym has no such family{nearest(family, DATASETS)}")

@@ -28,5 +28,9 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNK))
     core.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # a plain dot would leave runs of newlines in one piece
     core.decoder = Fuse()
-    options: dict[str, Any] = {"additional_special_tokens": list(_UNUSED), "clean_up_tokenization_spaces": False}
+    options: dict[str, Any] = {
+        "additional_special_tokens": list(_UNUSED),
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # a text that spells <eos> is five characters, not the end
+    }
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNK, **options)

@@ -61,7 +61,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_a_text_of_the_alphabet_survives_encoding_one_token_per_character():
     tokenizer = character_tokenizer()
-    text = "  a\n\n\nb , c's . ( 12+3= )\n" + CHARACTERS
+    text = "  a\n\n\nb , c's . ( 12+3= )\n<eos>" + CHARACTERS
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
@@ -85,7 +85,7 @@ def test_special_tokens_are_left_out_of_a_decoded_answer():
 def test_the_saved_tokenizer_reads_as_the_one_that_was_built():
     folder = prepare_model(small_config(), None, silent)
     loaded, built = load_tokenizer(folder), character_tokenizer()
-    text = "12 + 3=\n\n?é"
+    text = "12 + 3=\n\n?é<eos>"
     assert loaded.encode(text) == built.encode(text)
     assert (loaded.eos_token_id, loaded.pad_token_id) == (built.eos_token_id, built.pad_token_id) == (1, 0)
 
