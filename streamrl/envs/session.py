@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
 
 
 class Codec:
@@ -67,7 +67,7 @@ class Codec:
         return token_ids
 
     def _decode(self, token_ids: tuple[int, ...]) -> str:
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def _stop_tokens(self, stops: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(dict.fromkeys((*map(self._stop_token, stops), *self.end_tokens)))
