@@ -45,10 +45,15 @@ def build_parser() -> argparse.ArgumentParser:
     launch.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as max_lag=2 loss=ppo")
     launch.set_defaults(run=_launch)
     bench = commands.add_parser("bench", help="measure, against a baseline in the same run", allow_abbrev=False)
-    bench.add_argument("name", choices=("engine", "ring"), metavar="NAME", help="engine or ring")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
-    bench.add_argument("--peer", action="append", default=[], choices=("trl",), help="also run this system")
-    bench.set_defaults(run=_bench)
+    benches = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
+    engine = benches.add_parser("engine", help="the embedded engine against static generate of transformers")
+    engine.set_defaults(run=_bench_engine)
+    ring = benches.add_parser("ring", help="the whole ring at max_lag 0, 1 and 4")
+    ring.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each contender, in turn (default: 3)")
+    ring.add_argument("--peer", action="append", default=[], choices=("trl",), help="also run this system")
+    ring.set_defaults(run=_bench_ring)
+    for each in (engine, ring):
+        each.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     return parser
 
 
@@ -64,15 +69,19 @@ def _launch(arguments: argparse.Namespace) -> int:
     return dry_run(config) if arguments.dry_run else launch(config, arguments.run_dir)
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.name == "engine":
-        from streamrl.bench import engine
+def _bench_engine(arguments: argparse.Namespace) -> int:
+    from streamrl.bench import engine
 
-        engine.run(arguments.json)
-    else:
-        from streamrl.bench import ring
+    engine.run(arguments.json)
+    return 0
 
-        ring.run(arguments.json, arguments.peer)
+
+def _bench_ring(arguments: argparse.Namespace) -> int:
+    from streamrl.bench import ring
+
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
+    ring.run(arguments.json, arguments.peer, arguments.runs)
     return 0
 
 

@@ -25,7 +25,6 @@ from typing import Any
 from streamrl.bench.report import Row, publish, summarise
 
 LAGS = (0, 1, 4)
-RUNS = 3
 DISCARDED = 5
 """Steps that are warm-up."""
 TARGET_ACCURACY = 0.9
@@ -51,8 +50,8 @@ class Workload:
 WORKLOADS = (Workload("addition", "answers/s", True), Workload("reverse", "useful tokens/s", False))
 
 
-def run(json_path: Path | None, peers: list[str]) -> list[Row]:
-    """Measure, print the table, write the rows to ``json_path`` if given."""
+def run(json_path: Path | None, peers: list[str], runs: int) -> list[Row]:
+    """Measure ``runs`` times in turn, print the table, write the rows to ``json_path`` if given."""
     if "trl" in peers:
         from streamrl.bench.trl_peer import check_installed
 
@@ -61,7 +60,7 @@ def run(json_path: Path | None, peers: list[str]) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder:
         for workload in WORKLOADS:
             measured: dict[str, list[Measured]] = defaultdict(list)
-            for repetition in range(RUNS):
+            for repetition in range(runs):
                 for lag in LAGS:
                     run_dir = Path(folder) / f"{workload.config}-lag{lag}-{repetition}"
                     measured[f"max_lag={lag}"].append(_ring(workload, lag, repetition, run_dir))
