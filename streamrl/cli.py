@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except StreamRLError as error:
         print(f"streamrl: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:  # before the run had its own handler
+        sys.exit(130)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -26,6 +26,7 @@ The loops themselves: ``actors/rollouter.py`` (lease → episodes → put), ``bu
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import signal
 import time
@@ -40,6 +41,8 @@ from streamrl.monitor.screen import Screen
 from streamrl.runtime.folders import create_run_folder, create_socket_folder
 from streamrl.runtime.messages import Evaluated
 from streamrl.schema import Config
+
+log = logging.getLogger(__name__)
 
 COMPLETED, FAILED, BAD_CONFIG, PARITY_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes."""
@@ -110,6 +113,9 @@ async def _until_the_end(controller: Controller) -> tuple[str, str, int]:
         return "failed", str(error), BAD_CONFIG
     except StreamRLError as error:
         return "failed", str(error), FAILED
+    except Exception as error:  # a bug of ours must not cost the summary; the traceback is logged
+        log.exception("the controller failed")
+        return "failed", f"{type(error).__name__}: {error}", FAILED
     finally:
         for number in signals:
             loop.remove_signal_handler(number)

@@ -151,7 +151,7 @@ class LivenessConfig:
     actor_timeout_s: float = 30.0
     """Seconds without a heartbeat after which an actor counts as dead."""
     no_progress_s: float = 300.0
-    """Seconds without a new optimizer step after which the run ends and names what every actor waits for."""
+    """Seconds without a step of the optimizer or the warm-up, after which the run ends and names every actor's wait."""
     start_timeout_s: float = 180.0
     drain_timeout_s: float = 20.0
     max_restarts: int = 10

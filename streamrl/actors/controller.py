@@ -75,9 +75,11 @@ class Controller(Supervisor):
     async def _prepare(self) -> None:
         """Build or find the initial checkpoint, in a process of its own."""
         preparer = await self._spawn("preparer", "preparer", 0)
-        await self._until(lambda: preparer.state is not State.STARTING, None, "the initial model")
+        start_s = self.config.liveness.start_timeout_s
+        await self._until(lambda: preparer.state is not State.STARTING, start_s, "the preparer to start")
         await self._send(preparer, Start())
-        await self._until(lambda: preparer.finished, self.config.liveness.start_timeout_s, "the initial model")
+        # A warm-up may take long; the watchdog ends one that stands still.
+        await self._until(lambda: preparer.finished, None, "the initial model")
         self.tally.progress = None
         await self._send(preparer, Stop())
         await self._until(lambda: not preparer.alive, self.config.liveness.drain_timeout_s, "the preparer to end")
@@ -134,6 +136,7 @@ class Controller(Supervisor):
             case Event():
                 self._recorder.event(message.event, message.fields, name, pid, host)
             case Progress():
+                self._last_progress = time.monotonic()
                 self.tally.progress = message
             case Stepped():
                 self._stepped(message)

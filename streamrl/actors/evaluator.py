@@ -44,5 +44,8 @@ class Evaluator(Actor):
             await self._engine.load(version, tensors)
             await self._engine.resume()
             result = await self._runner.evaluate(self._tasks)
+            for failure in result.failures:
+                fields = {"version": version, "reason": failure.reason, "traceback": failure.traceback}
+                self.emit("trajectory_failed", fields)
             shown = [(answer.prompt, answer.text, answer.reward) for answer in result.answers[:SHOWN_ANSWERS]]
             self.send(Evaluated(version=version, accuracy=result.accuracy, answers=shown))

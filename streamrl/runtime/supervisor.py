@@ -52,6 +52,7 @@ class Supervisor(ABC):
         self._started = False
         """All actors are ready and were told to start."""
         self._last_progress = time.monotonic()
+        """When the run last came further: a step of the optimizer or of the preparation."""
         self._changed = asyncio.Event()
         """Set whenever something happened that a waiting phase may want to look at."""
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -219,7 +220,7 @@ class Supervisor(ABC):
                     self._event("actor_silent", {"seconds": liveness.actor_timeout_s}, member.spec.name)
                     self._spawner.signal(member.spec.name, signal.SIGUSR1)
                     self._spawner.signal(member.spec.name, signal.SIGKILL)
-            if self._started and time.monotonic() - self._last_progress > liveness.no_progress_s:
+            if time.monotonic() - self._last_progress > liveness.no_progress_s:
                 await self._no_progress()
 
     async def _no_progress(self) -> None:
@@ -227,7 +228,7 @@ class Supervisor(ABC):
             self._spawner.signal(member.spec.name, signal.SIGUSR1)  # stacks go to logs/<actor>.log
         await asyncio.sleep(STACKS_GRACE_S)
         raise errors.DeadlineExceeded(
-            f"no optimizer step for {self.config.liveness.no_progress_s:g} s: {self.membership.waits()}; "
+            f"no progress for {self.config.liveness.no_progress_s:g} s: {self.membership.waits()}; "
             f"stacks are in {self._run_dir / 'logs'}"
         )
 

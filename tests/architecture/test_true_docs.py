@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli import build_parser
-from streamrl.config import all_keys, load_config
+from streamrl.config import all_keys
 from streamrl.metrics import EVAL_KEYS, KEYS
 
 ROOT = Path(__file__).parents[2]
@@ -88,5 +88,7 @@ def test_every_make_target_exists():
         assert f"\n{target}:" in makefile, (page, target)
 
 
-def test_the_quickstart_in_the_readme_is_the_shipped_one():
-    assert load_config("quickstart").run == "quickstart"
+def test_the_environment_in_the_readme_is_the_tested_example():
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    assert block is not None
+    assert block[1].strip() in (ROOT / "examples" / "ten_lines.py").read_text()
