@@ -80,6 +80,7 @@ async def run(config: Config, run_dir: Path, screen: Screen) -> Outcome:
     screen.attach(controller.tally, controller.membership)
     try:
         status, reason, code = await _until_the_end(controller)
+        controller.record_pending()  # the newest step, held back for its evaluation
         summary = controller.tally.summary(status, reason, time.monotonic() - started, controller.membership)
         recorder.event("run_ended", {"status": status, "reason": reason})
         recorder.summary(summary)

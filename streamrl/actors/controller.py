@@ -69,7 +69,7 @@ class Controller(Supervisor):
         if self.config.eval.tasks:
             await self._until(lambda: self.tally.evaluated(self.config.steps), self.config.liveness.no_progress_s,
                               "the evaluation of the last version")  # fmt: skip
-        self._record_pending()
+        self.record_pending()
         await self._drain()
 
     async def _prepare(self) -> None:
@@ -165,7 +165,7 @@ class Controller(Supervisor):
 
     def _stepped(self, message: Stepped) -> None:
         self._last_progress = time.monotonic()
-        self._record_pending()
+        self.record_pending()
         self.tally.step(message, self.membership, time.monotonic() - self._recorder.started)
 
     def _scored(self, member: Member, message: Scored) -> None:
@@ -186,7 +186,7 @@ class Controller(Supervisor):
             )
         )
 
-    def _record_pending(self) -> None:
+    def record_pending(self) -> None:
         """Write the newest step; it was held back for an evaluation of its version."""
         line = self.tally.take_line()
         if line is not None:

@@ -1,7 +1,8 @@
 """The evaluator: greedy accuracy on held-out tasks, each time at one version of the weights.
 
 Consumes the versions that trainer rank 0 offers for evaluation; produces accuracies; waits for the next version. It is
-an observer of the weight plane: it copies a version and lets go, so that a slow evaluation never delays an update.
+an observer of the weight plane: it copies a version and lets go, so a slow evaluation delays no update until several
+versions wait for it; then it slows the trainer, and past ``sync.timeout_s`` the run ends.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ from streamrl.runtime.messages import Progress
 class Preparer(Actor):
     async def run(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
+        interrupted = threading.Event()
 
         def progress(done: int, total: int, text: str) -> None:
+            if interrupted.is_set():
+                raise InterruptedError("the run was stopped during the warm-up")
             loop.call_soon_threadsafe(self.send, Progress(done=done, total=total, text=text))
 
         def work() -> str:
@@ -40,5 +44,13 @@ class Preparer(Actor):
                 folder = Path(shutil.move(folder, Path(self.spec.run_dir) / "model"))
             return str(folder)
 
-        with ThreadPoolExecutor(1, thread_name_prefix="torch") as worker:
-            return {"model": await self.blocking(worker, work)}
+        worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        working = worker.submit(work)
+        try:
+            return {"model": await asyncio.wrap_future(working)}
+        except asyncio.CancelledError:
+            interrupted.set()  # the next progress report ends the work, so that it cleans up after itself
+            await asyncio.to_thread(working.exception)
+            raise
+        finally:
+            worker.shutdown(wait=False)

@@ -57,7 +57,8 @@ class ParityGate:
         if not {TRAINER, *rollouters} <= self._scores.keys():
             return None
         offsets = [self._scores[name] - self._scores[TRAINER] for name in rollouters]
-        rms = max(float(np.sqrt(np.mean(offset**2))) for offset in offsets)
-        worst = max(float(np.max(np.abs(offset))) for offset in offsets)
-        self.verdict = Verdict(rms, worst, self._limit, passed=rms <= self._limit)  # NaN fails
+        # np.max, unlike max, lets a NaN of any engine through, and NaN fails the comparison.
+        rms = float(np.max([np.sqrt(np.mean(offset**2)) for offset in offsets]))
+        worst = float(np.max([np.max(np.abs(offset)) for offset in offsets]))
+        self.verdict = Verdict(rms, worst, self._limit, passed=rms <= self._limit)
         return self.verdict

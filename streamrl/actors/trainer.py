@@ -63,12 +63,12 @@ class Trainer(Actor):
     async def run(self) -> dict[str, Any]:
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(self._publisher.run())] if self._publisher is not None else []
-            await self._train()
+            await self._train(tasks)
             for task in background:
                 task.cancel()
         return {}
 
-    async def _train(self) -> None:
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """The loop."""
         await self._begin()
         publishing: asyncio.Task[None] | None = None
@@ -86,7 +86,7 @@ class Trainer(Actor):
                         await publishing
             metrics["time/gather"] = await self._gather(step)
             if self._publisher is not None:
-                publishing = asyncio.create_task(self._publish(step, metrics))
+                publishing = tasks.create_task(self._publish(step, metrics))
         if publishing is not None:
             with self.waiting(f"version {self.config.steps} to be acknowledged by every rollouter"):
                 await publishing

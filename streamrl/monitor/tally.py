@@ -79,7 +79,7 @@ class Tally:
 
     def summary(self, status: str, reason: str, wall_s: float, membership: Membership) -> dict[str, Any]:
         """The content of ``summary.json``."""
-        ledger = {key.removeprefix("ledger/"): int(value) for key, value in self._statistics.items()}
+        groups = {key: int(value) for key, value in self._statistics.items()}
         return {
             "status": status,
             "reason": reason,
@@ -87,7 +87,7 @@ class Tally:
             "version": int(self.line.get("version", 0)),
             "wall_s": round(wall_s, 3),
             "groups": {
-                key: ledger.get(key, 0)
+                key: groups.get(key, 0)
                 for key in ("issued", "consumed", "refunded", "reissued", "duplicates_trained", "lost")
             },
             "lag_max": int(self.lag_max),

@@ -81,6 +81,11 @@ class ActorSpec(msgspec.Struct, frozen=True):
     model: str = ""
     """Folder of the initial checkpoint; empty for the actor that prepares it."""
 
+    @property
+    def identity(self) -> bytes:
+        """Of the control socket: a late word of a dead incarnation is not taken for its successor's."""
+        return f"{self.name}#{self.incarnation}".encode()
+
     def endpoint(self, plane: str) -> str:
         """``ipc://`` address of the ``control``, ``queue`` or ``sync`` plane of this run."""
         return f"ipc://{self.ipc_dir}/{plane}"
@@ -102,6 +107,7 @@ class Actor:
         self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX_MESSAGES)
         self._started = asyncio.Event()
         self._stop = asyncio.Event()
+        self._failed = False
 
     # What subclasses fill in ------------------------------------------------------------------------------------------
 
@@ -156,7 +162,7 @@ class Actor:
         """From process start to exit code."""
         context = zmq.asyncio.Context()
         control = context.socket(zmq.DEALER)
-        control.setsockopt(zmq.IDENTITY, self.spec.name.encode())
+        control.setsockopt(zmq.IDENTITY, self.spec.identity)
         control.setsockopt(zmq.LINGER, 2000)
         control.connect(self.spec.endpoint("control"))
         for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -165,10 +171,8 @@ class Actor:
             await self._live(control)
             code = 0
         except BaseExceptionGroup as group:
-            error = _first_leaf(group)
-            log.error("%s failed", self.spec.name, exc_info=error)
-            self.send(_failure(error))
-            await self._flush(control)
+            log.error("%s failed", self.spec.name, exc_info=group)
+            await self._report(group, control)
             code = 1
         finally:
             self.state = State.STOPPED
@@ -186,9 +190,13 @@ class Actor:
             self.send(Hello(pid=os.getpid(), host=socket.gethostname()))
             try:
                 await self._until_stop(self._work())
-                self.state = State.DRAINING
+            except Exception as error:
+                await self._report(error, control)  # before the clean-up, which may hang or fail as well
+                raise
             finally:
-                await self.close()
+                self.state = State.DRAINING
+                async with asyncio.timeout(self.config.liveness.drain_timeout_s):
+                    await self.close()
             self.send(self._heartbeat())  # the final gauges
             await self._flush(control)
             for task in background:
@@ -243,6 +251,15 @@ class Actor:
                 case _:
                     self.receive(message)
 
+    async def _report(self, error: BaseException, control: zmq.asyncio.Socket) -> None:
+        """Send ``Failed`` once: the first failure is the cause."""
+        if not self._failed:
+            self._failed = True
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            self.send(_failure(error))
+            await self._flush(control)
+
     async def _flush(self, control: zmq.asyncio.Socket) -> None:
         while not self._outbox.empty():
             await control.send(encode(self._outbox.get_nowait()))
@@ -261,13 +278,6 @@ class Actor:
         return Heartbeat(
             state=self.state.value, waiting_for=what, waiting_s=time.monotonic() - since, gauges=self.gauges()
         )
-
-
-def _first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _failure(error: BaseException) -> Failed:

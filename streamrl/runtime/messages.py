@@ -88,7 +88,7 @@ class Progress(Message):
 
 
 class Statistics(Message):
-    """The buffer's ledger and counters, at a version change and before it stops."""
+    """The buffer's final counts of groups; until it stops they travel as its heartbeats' gauges."""
 
     values: dict[str, float]
 

@@ -143,7 +143,8 @@ class Spawner:
             spec = self._children.pop(pid, None)
             if spec is None:
                 continue
-            _signal_group(pid, signal.SIGKILL)  # whatever user code started and left behind
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)  # whatever user code started and left behind
             code = os.waitstatus_to_exitcode(status)
             self._tell(Exited(name=spec.name, incarnation=spec.incarnation, pid=pid, code=code))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -67,7 +68,8 @@ class SpawnerClient:
         try:
             self.process.wait(2 * GRACE_S + 2)
         except subprocess.TimeoutExpired:
+            self.process.kill()  # the kernel then kills its children
             for pid in self._pids.values():
-                os.kill(pid, signal.SIGKILL)
-            self.process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)  # and this, what they had started
             self.process.wait()

@@ -80,7 +80,6 @@ class Supervisor(ABC):
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a replacement takes over the identity of the dead
         self._socket.bind(f"ipc://{self._ipc_dir}/control")
         self._spawner = SpawnerClient(self._run_dir, self._ipc_dir, self._exited)
         background = [
@@ -129,6 +128,8 @@ class Supervisor(ABC):
 
     async def _lost(self, member: Member, code: int) -> None:
         """Replace a rollouter; end the run for any other actor, whose state cannot be rebuilt."""
+        if member.spec.kind == "rollouter" and member.stopping:
+            return  # its work was done; the event says how it ended
         if code > 0:  # it left by itself: its last words come by another socket than the news of its death
             with contextlib.suppress(errors.DeadlineExceeded):
                 await self._until(lambda: member.failure is not None, LAST_WORDS_S, "its last words")
@@ -187,19 +188,19 @@ class Supervisor(ABC):
     async def _send(self, member: Member, message: Message) -> None:
         member.stopping |= isinstance(message, Stop)
         if member.alive:
-            await self._socket.send_multipart([member.spec.name.encode(), encode(message)])
+            await self._socket.send_multipart([member.spec.identity, encode(message)])
 
     async def _listen(self) -> None:
         while True:
             identity, frame = (await self._socket.recv_multipart())[:2]
-            name = identity.decode(errors="replace")
+            name = identity.decode(errors="replace").partition("#")[0]
             try:
                 message = decode(frame)
             except WireError as error:
                 self._event("malformed_frame", {"sender": name, "error": str(error)})
                 continue
             member = self.membership.members.get(name)
-            if member is not None:
+            if member is not None and member.spec.identity == identity:
                 self._receive(member, message)
                 self._wake()
 
