@@ -64,6 +64,9 @@ class Ring:
     def wait_for_step(self, step: int) -> None:
         self._until(lambda: len(self.metrics()) >= step or None, f"step {step}")
 
+    def wait_for_path(self, folder: Path, pattern: str) -> None:
+        self._until(lambda: next(folder.glob(pattern), None), f"{pattern} in {folder}")
+
     def _until(self, find: Any, what: str) -> Any:
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,3 +75,27 @@ def test_an_interrupt_during_the_start_leaves_nothing(launch: Any):
     ring.wait_for("actor_started")
     ring.process.send_signal(signal.SIGINT)
     assert ring.wait() == 130
+
+
+def test_an_interrupt_during_the_warm_up_leaves_no_half_built_model(
+    launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ring = launch("env=streamrl.envs.strings:Addition", "model.warmup.steps=1000000", "model.cache=true")
+    ring.wait_for("actor_ready", "preparer")
+    ring.wait_for_path(tmp_path / "cache" / "streamrl" / "models", ".building-*")
+    ring.process.send_signal(signal.SIGINT)
+    assert ring.wait() == 130
+    assert list((tmp_path / "cache" / "streamrl" / "models").iterdir()) == []
+
+
+def test_a_rollouter_that_hangs_is_killed_and_replaced(launch: Any):
+    ring = launch(*LONG, "liveness.actor_timeout_s=2")
+    ring.wait_for_step(2)
+    os.kill(ring.wait_for("actor_ready", "rollouter-0")["pid"], signal.SIGSTOP)
+    ring.wait_for("actor_silent", "rollouter-0")
+    ring.wait_for("actor_restarted", "rollouter-0")
+    ring.wait_for_step(len(ring.metrics()) + 2)
+    ring.process.send_signal(signal.SIGINT)
+    assert ring.wait() == 130
+    assert ring.summary()["groups"]["lost"] == 0
