@@ -40,7 +40,10 @@ class Evaluator(Actor):
         return {}
 
     async def _evaluate_versions(self) -> None:
-        async for version, tensors in self._observer.updates():
+        updates = self._observer.updates()
+        while True:
+            with self.waiting("a version to evaluate"):
+                version, tensors = await anext(updates)
             await self._engine.pause()
             await self._engine.load(version, tensors)
             await self._engine.resume()

@@ -62,7 +62,8 @@ class Screen:
     def _render(self) -> RenderableType:
         if self._tally.progress is not None:
             return _progress_bar(self._tally.progress)
-        return Group(_metrics_table(self._tally, self._config), _actors_table(self._membership))
+        metrics = _metrics_table(self._tally, self._config)
+        return Group(metrics, _actors_table(self._membership)) if self._membership.live() else metrics
 
 
 def answers_table(evaluations: list[messages.Evaluated], rows: int = 6) -> Table:
