@@ -19,7 +19,7 @@ class EnvConfig:
     timeout_s: float = 60.0
     """Seconds one episode may take before it counts as failed."""
     max_failures: int = 20
-    """Failed episodes in a row, over all rollouters of the run, after which the run ends and says why."""
+    """Leases that failed in a row, over all rollouters of the run, after which the run ends and says why."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ModelConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers config that a built model changes."""
     dtype: str = "float32"
-    """Parameter dtype of the trainer and the embedded engine: ``float32`` or ``bfloat16``."""
+    """Parameter dtype of the trainer and the embedded engine; only ``float32`` so far."""
     max_length: int = 512
     """Longest trajectory in tokens, prompt included."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)

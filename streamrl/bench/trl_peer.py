@@ -4,9 +4,9 @@ It starts from the same checkpoint as the ring, sees the same training prompts i
 same size, is scored by the same environment and evaluated on the same held-out tasks. The last line of stdout is a
 ``Measured`` as JSON. Needs ``pip install 'streamrl[bench]'``.
 
-Tuned by hand on two-digit addition, as a fair opponent: no advantage standard deviation, Adam β2 0.999 and a rate of
-1e-4 that falls linearly to 0 over 500 steps (2e-4 collapsed, no constant rate passed 88 %). What TRL spends on
-evaluation does not count as its time.
+Settings tuned by hand on another checkpoint of two-digit addition, and not retuned here: no advantage standard
+deviation, Adam β2 0.999 and a rate of 1e-4 that falls linearly to 0 over 500 steps. What TRL spends on evaluation does
+not count as its time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from streamrl.schema import Config
 LEARNING_STEPS, RATE_STEPS = 500, DISCARDED + 10
 """Optimizer steps where learning is measured, unless the target is reached before, and where only the rate is."""
 THREADS = 2
-"""torch threads: as many as a trainer and a rollouter of the ring have together."""
+"""torch threads: one a core of the machine that the figures come from, as the ring's trainer has."""
 
 
 @dataclass(frozen=True)

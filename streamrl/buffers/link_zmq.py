@@ -122,7 +122,7 @@ class ClientLink:
             self._reader = asyncio.create_task(self._read(), name=f"{self.name}: answers of the transfer queue")
         try:
             await self._socket.send_multipart(frames, copy=False)
-        except BaseException:
+        except BaseException:  # cancellation too: nobody will wait for the answer
             self._waiting.pop(number, None)
             raise
         try:
