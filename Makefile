@@ -2,12 +2,14 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test fuzz fuzz-merge lint clean
+
+FUZZ_RUNS ?= 1000000
 
 # The marker is remade when the dependencies change, so that a second call starts at once.
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[envs,dev]'
+	$(BIN)/pip install --quiet --editable '.[envs,nixl,dev]'
 	touch $@
 
 quickstart: $(VENV)/.installed
@@ -15,6 +17,17 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed lint
 	$(BIN)/python -m pytest
+
+# Found inputs and crashes go to build/fuzz; `make fuzz-merge` keeps those that reach new code in the corpus.
+fuzz: $(VENV)/.installed
+	$(BIN)/pip install --quiet --editable '.[fuzz]'
+	mkdir -p build/fuzz/found
+	nice $(BIN)/python tests/fuzz/fuzz_codec.py -atheris_runs=$(FUZZ_RUNS) -max_len=8192 -timeout=10 \
+	  -rss_limit_mb=512 -artifact_prefix=build/fuzz/ build/fuzz/found tests/fuzz/corpus
+
+fuzz-merge: $(VENV)/.installed
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/fuzz/fuzz_codec.py -merge=1 -use_counters=0 -max_len=2048 \
+	  tests/fuzz/corpus build/fuzz/found
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

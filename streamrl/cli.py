@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 completed, 1 failed, 2 bad arguments or config, 3 parity gate, 130 interrupted."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and (arguments.run is not _launch or any(text.startswith("-") for text in rest)):
+    if rest and (arguments.run not in (_launch, _replay) or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest  # key=value after a flag: argparse closes a positional list at the first flag
@@ -46,6 +46,12 @@ def build_parser() -> argparse.ArgumentParser:
     launch.add_argument("--dry-run", action="store_true", help="print the resolved config, placement and bounds")
     launch.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as max_lag=2 loss=ppo")
     launch.set_defaults(run=_launch)
+    replay = commands.add_parser("replay", help="train again on what a run trained on", allow_abbrev=False)
+    replay.add_argument("recorded", type=Path, metavar="RUN", help="folder of a run with buffer.keep=all")
+    replay.add_argument("--steps", type=int, metavar="N", help="only the first N optimizer steps")
+    replay.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder (default: runs/<name>-replay-<time>)")
+    replay.add_argument("overrides", nargs="*", metavar="key=value", help="another loss.* or trainer.* setting")
+    replay.set_defaults(run=_replay)
     bench = commands.add_parser("bench", help="measure, against a baseline in the same run", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     engine = benches.add_parser("engine", help="the embedded engine against static generate of transformers")
@@ -54,7 +60,23 @@ def build_parser() -> argparse.ArgumentParser:
     ring.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each contender, in turn (default: 3)")
     ring.add_argument("--peer", action="append", default=[], choices=("trl",), help="also run this system")
     ring.set_defaults(run=_bench_ring)
-    for each in (engine, ring):
+    losses = benches.add_parser("losses", help="the quickstart with each loss, at several lags and seeds")
+    losses.add_argument("--runs", type=int, default=3, metavar="N", help="seeds of each (default: 3)")
+    losses.add_argument("--loss", action="append", metavar="NAME", help="only this loss; may be given again")
+    losses.add_argument("--lag", action="append", type=int, metavar="N", help="only this max_lag; may be given again")
+    losses.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: those of the quickstart)")
+    losses.set_defaults(run=_bench_losses)
+    queue = benches.add_parser("queue", help="the TransferQueue against plain pyzmq and other queues")
+    queue.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each contender, in turn (default: 3)")
+    queue.add_argument("--seconds", type=float, default=3.0, metavar="S", help="of one run, about (default: 3)")
+    queue.add_argument(
+        "--only", choices=("throughput", "latency", "sizes", "memory"), help="this section alone (default: all)"
+    )
+    queue.add_argument(
+        "--peer", action="append", default=[], choices=("mp", "redis", "ray", "transferqueue"), help="also run this one"
+    )
+    queue.set_defaults(run=_bench_queue)
+    for each in (engine, ring, losses, queue):
         each.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     return parser
 
@@ -71,10 +93,25 @@ def _launch(arguments: argparse.Namespace) -> int:
     return dry_run(config) if arguments.dry_run else launch(config, arguments.run_dir)
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from streamrl.launching import replay
+
+    return replay(arguments.recorded, arguments.overrides, arguments.steps, arguments.run_dir)
+
+
 def _bench_engine(arguments: argparse.Namespace) -> int:
     from streamrl.bench import engine
 
     engine.run(arguments.json)
+    return 0
+
+
+def _bench_queue(arguments: argparse.Namespace) -> int:
+    from streamrl.bench.queue import command
+
+    if arguments.runs < 1 or arguments.seconds <= 0:
+        raise ConfigError(f"--runs {arguments.runs} --seconds {arguments.seconds:g}: both must be positive")
+    command.run(arguments.json, arguments.peer, arguments.runs, arguments.only, arguments.seconds)
     return 0
 
 
@@ -84,6 +121,20 @@ def _bench_ring(arguments: argparse.Namespace) -> int:
     if arguments.runs < 1:
         raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
     ring.run(arguments.json, arguments.peer, arguments.runs)
+    return 0
+
+
+def _bench_losses(arguments: argparse.Namespace) -> int:
+    from streamrl.bench import losses
+    from streamrl.config import load_config
+
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
+    names, lags = arguments.loss or losses.LOSSES, arguments.lag or losses.LAGS
+    for name in names:
+        for lag in lags:
+            load_config("quickstart", [f"loss={name}", f"max_lag={lag}"])
+    losses.run(arguments.json, arguments.runs, names, lags, arguments.steps)
     return 0
 
 

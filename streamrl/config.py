@@ -121,10 +121,16 @@ def _expand(tree: dict[str, Any], schema: type, where: str, prefix: str) -> None
                         f"{where}: {path} is a section, got {tree[key]!r}; set one of its keys: "
                         f"{', '.join(field.name for field in dataclasses.fields(hint))}"
                     )
-                tree[key] = {"name": tree[key]}
+                tree[key] = _preset(key, tree[key])
             _expand(tree[key], hint, where, f"{path}.")  # type: ignore[arg-type]
         else:
             _check_type(tree[key], hint, path, where)
+
+
+def _preset(section: str, name: object) -> dict[str, Any]:
+    """``section=name``: the settings of ``conf/<section>/<name>.yaml`` where that is shipped, else the name alone."""
+    path = conf_folder() / section / f"{name}.yaml"
+    return {"name": name} | (_read(path) if path.is_file() else {})
 
 
 def _unknown_key(where: str, key: str, path: str, schema: type, prefix: str) -> str:
@@ -153,13 +159,15 @@ def _check_type(value: object, hint: Any, path: str, where: str) -> None:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: {path} expects a mapping, got {value!r}")
         return
-    expected: tuple[type, ...] = (int, float) if hint is float else (hint, *get_args(hint))
-    wrong_bool = isinstance(value, bool) and hint is not bool
-    number_as_text = hint is str and isinstance(value, int | float) and not isinstance(value, bool)
+    allowed = get_args(hint) or (hint,)
+    expected = (*allowed, int) if float in allowed else allowed
+    wrong_bool = isinstance(value, bool) and bool not in allowed
+    number_as_text = str in allowed and isinstance(value, int | float) and not isinstance(value, bool)
     if number_as_text:
         return  # run=7 names a run; OmegaConf turns it to text
     if wrong_bool or not isinstance(value, expected):
-        raise ConfigError(f"{where}: {path} expects {hint.__name__}, got {value!r} ({type(value).__name__})")
+        named = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
+        raise ConfigError(f"{where}: {path} expects {named}, got {value!r} ({type(value).__name__})")
 
 
 def _typed(tree: dict[str, Any]) -> Config:

@@ -6,6 +6,8 @@
     ├── ConfigError (ValueError)        the user's settings cannot be run; exit code 2
     ├── EnvironmentFailed               user environment code failed too often; the run ends
     ├── ParityError                     engine and trainer disagree on log-probs; exit code 3
+    ├── ReferenceLost                   a payload in a rollouter's arena cannot be read any more
+    ├── JournalError                    the buffer's journal cannot be written, or what it holds cannot be read
     ├── WireError (ValueError)          a frame that does not follow the schema; counted, never fatal
     ├── StalenessError (AssertionError) a token over the lag bound reached the loss: our bug
     ├── DivergedError (ArithmeticError) NaN or infinite loss, gradient or weights
@@ -36,7 +38,11 @@ class ParityError(StreamRLError):
 
 
 class WireError(StreamRLError, ValueError):
-    """A message that does not follow the wire schema (see ``buffers/codec.py``)."""
+    """A message that does not follow the wire schema (see ``buffers/wire/codec.py``)."""
+
+
+class JournalError(StreamRLError):
+    """The journal cannot be opened, written, made durable or read; the message says which and what to do."""
 
 
 class StalenessError(StreamRLError, AssertionError):

@@ -14,9 +14,11 @@
     actor      consumes              produces                waits for              unblocked by
     preparer   the settings          the initial checkpoint  –                      –
     buffer     groups                leases, micro-batches   a request              producers and consumers
+    store ×S   payloads              columns                 a request              producers and consumers
     rollouter  leases, weights       groups                  a lease (credit)       a published version
     trainer    micro-batches         weights of version v+1  a full batch           groups_per_step groups
     evaluator  weights of some v     held-out accuracy       a version to evaluate  trainer rank 0
+    replayer   a run's journal       its weights, again      –                      – (streamrl replay, alone)
     controller everyone's reports    metrics, the verdict    the next report        any actor
 
 The loops themselves: ``actors/rollouter.py`` (lease → episodes → put), ``buffers/`` (ledger, C1 and C2),
@@ -30,11 +32,14 @@ import logging
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from streamrl.actors.controller import Controller
+from streamrl.actors.queue_wiring import KEYS_FILE
+from streamrl.buffers.links.link_keys import LinkKeys
 from streamrl.errors import ConfigError, ParityError, StreamRLError
 from streamrl.monitor.recorder import Recorder
 from streamrl.monitor.screen import Screen
@@ -60,6 +65,8 @@ class Outcome:
 def placement(config: Config) -> list[tuple[str, str, int]]:
     """(actor, host, torch threads) of every process, in the order of their start."""
     rows = [("controller", "localhost", 0), ("buffer", "localhost", 1)]
+    if config.buffer.shards > 1:
+        rows += [(f"store-{index}", "localhost", 1) for index in range(config.buffer.shards)]
     rows += [(f"trainer-{rank}", "localhost", config.trainer.threads) for rank in range(config.trainers)]
     rows += [(f"rollouter-{index}", "localhost", config.engine.threads) for index in range(config.rollouts)]
     if config.eval.tasks:
@@ -67,7 +74,11 @@ def placement(config: Config) -> list[tuple[str, str, int]]:
     return rows
 
 
-async def run(config: Config, run_dir: Path, screen: Screen) -> Outcome:
+MakeController = Callable[[Config, Path, str, Recorder, Callable[[], None]], Controller]
+"""Settings, run folder, socket folder, recorder, and what to call when something changed."""
+
+
+async def run(config: Config, run_dir: Path, screen: Screen, make_controller: MakeController = Controller) -> Outcome:
     """One run from an empty folder to its ``summary.json``; raises ``ConfigError`` only before anything started.
 
     SIGINT, SIGTERM and SIGHUP interrupt it. Whatever the ending, no process, socket or shared memory is left.
@@ -76,7 +87,9 @@ async def run(config: Config, run_dir: Path, screen: Screen) -> Outcome:
     started = time.monotonic()
     recorder = Recorder(run_dir, config)
     ipc_dir = create_socket_folder()
-    controller = Controller(config, run_dir, ipc_dir, recorder, screen.changed)
+    if config.queue.transport == "tcp":
+        LinkKeys.new().save(Path(ipc_dir, KEYS_FILE))
+    controller = make_controller(config, run_dir, ipc_dir, recorder, screen.changed)
     screen.attach(controller.tally, controller.membership)
     try:
         status, reason, code = await _until_the_end(controller)

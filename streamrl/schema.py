@@ -6,6 +6,7 @@ A section whose first field is ``name`` may be given as a plain value: ``env=my_
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,29 +82,169 @@ class GroupConfig:
     """Groups per optimizer step, over all ranks."""
     drop_zero_variance: bool = False
     """Dynamic sampling: drop groups whose rewards are all equal, give the credit back and take another prompt."""
+    min_size: int = 2
+    """Finished trajectories that a group needs; with fewer it fails and its prompt is issued again."""
+    on_straggler: str = "wait"
+    """A group whose slow trajectories are late: ``wait`` for all of them, or ``close`` it with what it has."""
+    straggler_s: float = 0.0
+    """With ``close``: seconds from the ``min_size``-th finished trajectory until the group is closed."""
+
+
+@dataclass
+class QueueConfig:
+    backend: str = "zmq"
+    """How payloads travel: ``zmq`` (by value, through the buffer) or ``nixl`` (by reference: trainers read them
+    from the rollouter's memory)."""
+    transport: str = "ipc"
+    """Of the sockets: ``ipc`` (a private folder) or ``tcp`` (loopback, authenticated and encrypted by CURVE)."""
+    checksum: bool = False
+    """An xxh3 digest with every payload that a rollouter sends, verified on arrival."""
+    arena_bytes: int = 256 << 20
+    """With ``nixl``: registered memory of each rollouter; a full one makes its groups wait."""
 
 
 @dataclass
 class BufferConfig:
     lease_timeout_s: float = 120.0
     """Seconds a rollouter may take for one group before its prompt is issued again."""
+    acknowledge_timeout_s: float = 600.0
+    """Seconds a trainer may take for one batch before its groups are offered again; one that acknowledges later
+    than that ends the run."""
     max_attempts: int = 5
-    """Leases of one prompt that may be lost or fail before the run ends and says why."""
+    """Leases of one prompt that may be lost, expire or fail before the run ends and says why."""
     max_bytes: int = 1 << 30
     """Bytes of trajectories that may be ready or promised; leases stop before it is passed (C4)."""
+    shards: int = 1
+    """Processes that hold payloads, by lease; 1: the buffer holds them itself."""
+    epochs_per_group: int = 1
+    """Optimizer steps that train on each group, within the lag bound."""
+    priority: str = ""
+    """``package.module:function`` from a group's description to a number; higher trains first. Empty: oldest first."""
+    journal: bool = True
+    """Write every change to ``journal/`` in the run folder, so that a killed buffer restores itself (C10)."""
+    fsync: str = "interval"
+    """When the journal reaches the disk: ``always`` (before each acknowledgement), ``interval`` or ``never``. A killed
+    process loses nothing in any case; a machine that loses power does."""
+    fsync_interval_s: float = 1.0
+    segment_bytes: int = 64 << 20
+    """Of one journal file; consumed ones are deleted."""
+    keep: str = "live"
+    """What the journal keeps: ``live`` groups, or ``all``, for ``streamrl replay``."""
+
+
+@dataclass
+class KLConfig:
+    """A KL term to a reference policy (``loss/kl.py``)."""
+
+    coefficient: float = 0.0
+    """0 switches it off."""
+    place: str = "loss"
+    """``loss``: added to the loss; ``reward``: k1 is taken off the advantage of each token."""
+    form: str = "k2"
+    """In the loss: ``k2``, ``k3``, ``k3_plus`` (value of k3, gradient of k2), ``k1`` or ``absolute``."""
+    off_policy: bool = False
+    """Multiply by current/behaviour, which makes the term unbiased on stale data (DeepSeek-V3.2)."""
+    ratio_cap: float = math.inf
+    """Largest such ratio; finite: a constant weight instead of one with a gradient."""
+    reference: str = ""
+    """``initial``: a frozen copy of the policy at the start; or a folder with a checkpoint. Empty: none."""
+
+
+@dataclass
+class ValueConfig:
+    """A value head on the policy's last hidden state, trained with it; there with ``loss.advantage=gae``."""
+
+    coefficient: float = 0.5
+    """Weight of its squared error in the loss."""
+    gamma: float = 1.0
+    lam: float = 0.95
+    step: str = "token"
+    """What gamma and lam discount over: each sampled ``token``, or each ``turn`` of an agent."""
+    clip: float = math.inf
+    """How far one update may move a value unpunished."""
+    whiten: bool = True
+    """Advantages of the batch's tokens are brought to mean 0 and deviation 1."""
+
+
+@dataclass
+class CorrectionConfig:
+    """Corrections for the gap between engine and trainer, all off (``loss/corrections.py``, docs/losses.md)."""
+
+    weight: str = "none"
+    """Multiply the loss by proximal/behaviour of the ``token``, ``sequence`` or ``geometric`` mean; or ``none``."""
+    weight_cap: float = math.inf
+    """Cut of that weight (truncated importance sampling)."""
+    reject: str = "none"
+    """Drop tokens (``token``) or trajectories (``sequence``, ``geometric``) outside the band below; or ``none``."""
+    reject_low: float = 0.0
+    reject_high: float = math.inf
+    max_k3: float = math.inf
+    """Drop trajectories whose mean k3 is over this, nats."""
+    veto_low: float = 0.0
+    """Drop trajectories with a token whose weight is below this."""
+    veto_high: float = math.inf
+    opsm: float = math.inf
+    """Drop trajectories with negative advantage whose mean of log behaviour − log current is over this, nats."""
+    renormalise: bool = False
+    """Give the loss weight of what is dropped, or masked as stale, to the rest; off: it stays in the denominators."""
 
 
 @dataclass
 class LossConfig:
+    """``loss=NAME`` takes the preset ``conf/loss/NAME.yaml`` where there is one; null means the loss's own default."""
+
     name: str = "tis"
-    """``tis`` (behaviour-anchored truncated importance sampling) or ``ppo`` (clipped, PPO/GRPO)."""
-    tis_cap: float = 5.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    """A loss of docs/losses.md, or ``package.module:function``."""
+    cap: float | None = None
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    delta: float | None = None
+    floor: float | None = None
+    tau_pos: float | None = None
+    tau_neg: float | None = None
+    weight_cap: float | None = None
+    weight_rule: str | None = None
+    divergence: str | None = None
+    pull: float | None = None
+    budget: float | None = None
+    moment_rule: str | None = None
+    cov_low: float | None = None
+    cov_high: float | None = None
+    cov_share: float | None = None
+    k_pos: float | None = None
+    lambda_pos: float | None = None
+    k_neg: float | None = None
+    lambda_neg: float | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    """Parameters of a loss of your own."""
+    proximal: str = "behaviour"
+    """What the update is measured against: ``behaviour`` (the sampler's log-probs) or ``recompute`` (one more forward
+    pass before the update, with the weights it starts from)."""
+    updates_per_batch: int = 1
+    """Optimizer steps that a batch is split over; a version is published after the last."""
     advantage: str = "mean"
-    """Baseline within the group: ``mean``, ``mean_std``, ``leave_one_out`` or ``batch_std``."""
+    """Baseline and scale of advantages (``loss/advantages.py``); ``gae``: of tokens, by a value head."""
     aggregation: str = "token_mean"
-    """``token_mean``, ``sequence_mean_token_mean``, ``sequence_mean_token_sum`` or ``prompt_mean``."""
+    """``token_mean``, ``sequence_mean_token_mean``, ``sequence_mean_token_sum``, ``constant_length`` or
+    ``prompt_mean``."""
+    turn_discount: float = 1.0
+    """Factor on the advantage of a token for each turn that followed its own."""
+    overlong_cache: int = 0
+    """The last so many of ``sampling.max_tokens`` tokens cost an answer reward, linearly (DAPO); 0: off."""
+    overlong_penalty: float = 1.0
+    """Reward that an answer of ``sampling.max_tokens`` tokens loses."""
+    mask_truncated: bool = False
+    """Truncated trajectories get no policy gradient; they stay in baselines and denominators (DAPO's filter)."""
+    value: ValueConfig = field(default_factory=ValueConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+
+@dataclass
+class StalenessConfig:
+    target_ess: float = 0.0
+    """Effective sample size (``policy/ess``) that admission is steered to, inside ``max_lag``; 0: always up to it."""
 
 
 @dataclass
@@ -155,7 +296,7 @@ class LivenessConfig:
     start_timeout_s: float = 180.0
     drain_timeout_s: float = 20.0
     max_restarts: int = 10
-    """Rollouters that may be replaced before the run gives up."""
+    """Rollouters, buffers and stores that may be replaced before the run gives up."""
 
 
 @dataclass
@@ -179,8 +320,10 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

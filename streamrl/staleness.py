@@ -16,6 +16,17 @@ is sampled by version P or newer from its first token, because its holder had co
 With L = 0 a lease is granted only while fewer than (P + 1)·G are; if P < v all of those are consumed already. So every
 group is granted at P = v and consumed at v: exact on-policy needs no rule of its own.
 
+**Replay.** With E = ``epochs_per_group`` uses of every group, a step takes G uses of G different groups. The budget
+then counts uses: ``granted_net·E <= (P + L + 1)·G + F``, where F are the uses that groups
+forfeited by growing too old, less the places in batches that dropped groups left empty.
+
+    Claim: with E <= L + 1 the trainer never starves. Proof: at P = v the uses spent are v·G, so when credits have run
+    out the outstanding groups have more than (v + L + 1)·G + F − E − v·G − F = (L + 1)·G − E uses left. A group has at
+    most E of them, so more than (L + 1)·G/E − 1 >= G − 1 different groups are outstanding: at least G. ∎
+
+With E > L + 1 a group would be over the bound before its last use; such settings are refused. ``wait`` with E > 1 is
+refused too: a group with uses left would be due again and again, which (*) below does not count.
+
 **Waiting.** A group granted at P holds no token older than P, so it is trainable up to version P + L, its *due*
 version. Under ``wait`` no group may miss its due version. It is not enough to include the groups that are due now:
 with L = 2, G = 1 leases a, b, c are granted at P = 0 and due at 2; if c is trained at 0 and a newer d at 1, nothing
@@ -57,11 +68,16 @@ class OnStale(StrEnum):
     """The trainer waits, so that no group goes over the bound."""
 
 
-def credits(granted_net: int, published: int, max_lag: int, groups_per_step: int) -> int:
-    """Leases that pacing allows now; 0 before version 0 is published (``published = −1``)."""
+def credits(
+    granted_net: int, published: int, max_lag: int, groups_per_step: int, epochs: int = 1, forfeited: int = 0
+) -> int:
+    """Leases that pacing allows now; 0 before version 0 is published (``published = −1``).
+
+    ``epochs`` are the uses of a group (E), ``forfeited`` the uses that were lost to age so far (F).
+    """
     if published < 0:
         return 0
-    return max(0, (published + max_lag + 1) * groups_per_step - granted_net)
+    return max(0, ((published + max_lag + 1) * groups_per_step + forfeited) // epochs - granted_net)
 
 
 def oldest_allowed(version: int, max_lag: int) -> int:

@@ -84,6 +84,11 @@ class Trajectory:
     truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment wants to see averaged, by name."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """Further arrays by name, of any shape and dtype: expert indices of a router, image features. They travel and are
+    kept with the trajectory; a consumer gets those that it asks for."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Nested strings, numbers and lists that go with the trajectory."""
 
     @property
     def length(self) -> int:
@@ -104,7 +109,8 @@ class Trajectory:
 
     @property
     def nbytes(self) -> int:
-        return self.tokens.nbytes + self.sampled.nbytes + self.behaviour.nbytes
+        own = self.tokens.nbytes + self.sampled.nbytes + self.behaviour.nbytes
+        return own + sum(array.nbytes for array in self.columns.values())
 
 
 @dataclass
@@ -142,6 +148,8 @@ class Lease:
     """0 for the first lease of a prompt, +1 each time the prompt is re-issued."""
     deadline_s: float
     """Seconds that the holder has, from the moment it was granted."""
+    nbytes: int = 0
+    """Bytes that the group's payload may take; the buffer keeps room for them (C4)."""
 
 
 @dataclass

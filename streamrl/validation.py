@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from streamrl.errors import ConfigError
+from streamrl.objective_checks import check_objective
 from streamrl.schema import Config
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -12,14 +13,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.name": ("embedded",),
     "engine.kv": ("keep", "recompute"),
     "model.dtype": ("float32",),
-    "loss.name": ("tis", "ppo"),
-    "loss.advantage": ("mean", "mean_std", "leave_one_out", "batch_std"),
-    "loss.aggregation": (
-        "token_mean",
-        "sequence_mean_token_mean",
-        "sequence_mean_token_sum",
-        "prompt_mean",
-    ),
+    "group.on_straggler": ("wait", "close"),
+    "queue.backend": ("zmq", "nixl"),
+    "queue.transport": ("ipc", "tcp"),
+    "buffer.fsync": ("always", "interval", "never"),
+    "buffer.keep": ("live", "all"),
     "trainer.schedule": ("constant", "linear", "cosine"),
     "wandb.name": ("offline", "online", "disabled"),
 }
@@ -40,9 +38,17 @@ MINIMA: dict[str, float] = {
     "sampling.max_tokens": 1,
     "group.size": 2,
     "group.per_step": 1,
+    "group.min_size": 2,
+    "group.straggler_s": 0,
+    "queue.arena_bytes": 1 << 12,
     "buffer.lease_timeout_s": 0.001,
+    "buffer.acknowledge_timeout_s": 0.001,
     "buffer.max_attempts": 1,
     "buffer.max_bytes": 1,
+    "buffer.shards": 1,
+    "buffer.epochs_per_group": 1,
+    "buffer.fsync_interval_s": 0.001,
+    "buffer.segment_bytes": 1 << 12,
     "trainer.lr": 0,
     "trainer.lr_warmup_steps": 0,
     "trainer.weight_decay": 0,
@@ -60,7 +66,7 @@ MINIMA: dict[str, float] = {
     "liveness.max_restarts": 0,
 }
 
-POSITIVE = ("sampling.temperature", "loss.tis_cap", "trainer.max_grad_norm", "trainer.eps")
+POSITIVE = ("sampling.temperature", "trainer.max_grad_norm", "trainer.eps")
 
 
 def lookup(config: Config, key: str) -> object:
@@ -88,6 +94,7 @@ def validate(config: Config) -> Config:
         if not 0 < value < math.inf:
             raise ConfigError(f"{key}={value}: must be positive and finite")
     _check_relations(config)
+    check_objective(config)
     return config
 
 
@@ -110,8 +117,12 @@ def _check_relations(config: Config) -> None:
         )
     if not (0 <= trainer.beta1 < 1 and 0 <= trainer.beta2 < 1):
         raise ConfigError(f"trainer.beta1={trainer.beta1}, trainer.beta2={trainer.beta2}: both must lie in [0, 1)")
-    if config.loss.clip_low < 0 or config.loss.clip_high < 0:
-        raise ConfigError(f"loss.clip_low={config.loss.clip_low}, loss.clip_high={config.loss.clip_high}: negative")
+    if group.min_size > group.size:
+        raise ConfigError(
+            f"group.min_size={group.min_size} is more than group.size={group.size}: no group could be complete; "
+            "lower group.min_size"
+        )
+    _check_queue(config)
     if group.per_step < config.trainers:
         raise ConfigError(
             f"group.per_step={group.per_step} groups cannot feed trainers={config.trainers} ranks; "
@@ -126,6 +137,40 @@ def _check_relations(config: Config) -> None:
         raise ConfigError(
             f"model.warmup.steps={config.model.warmup.steps} is for a model built here; "
             f"model.name={config.model.name} is already trained: set model.warmup.steps=0"
+        )
+
+
+def _check_queue(config: Config) -> None:
+    buffer, queue = config.buffer, config.queue
+    if buffer.epochs_per_group > config.max_lag + 1:
+        raise ConfigError(
+            f"buffer.epochs_per_group={buffer.epochs_per_group} needs max_lag={buffer.epochs_per_group - 1} or more, "
+            f"got max_lag={config.max_lag}: every further epoch trains on tokens one version older"
+        )
+    if config.on_stale == "wait" and (buffer.epochs_per_group > 1 or buffer.priority):
+        what = "buffer.priority" if buffer.priority else f"buffer.epochs_per_group={buffer.epochs_per_group}"
+        raise ConfigError(
+            f"on_stale=wait hands groups out in the order in which they grow old, which {what} changes; "
+            "use on_stale=mask or evict"
+        )
+    if buffer.keep == "all" and not buffer.journal:
+        raise ConfigError("buffer.keep=all keeps the journal, but buffer.journal=false; set buffer.journal=true")
+    batch_bytes = config.group.per_step * config.group.size * config.model.max_length * 9  # as buffers/room.py
+    if queue.backend == "nixl" and config.rollouts * queue.arena_bytes < batch_bytes:
+        raise ConfigError(
+            f"queue.arena_bytes={queue.arena_bytes} in each of rollouts={config.rollouts} may not hold one batch of "
+            f"{batch_bytes} bytes, and a batch cannot be trained in halves; "
+            f"set queue.arena_bytes={-(-batch_bytes // config.rollouts)} or more"
+        )
+    if queue.backend == "nixl" and buffer.shards > 1:
+        raise ConfigError(
+            f"queue.backend=nixl keeps payloads with the rollouters, buffer.shards={buffer.shards} in stores; "
+            "set buffer.shards=1 or queue.backend=zmq"
+        )
+    if buffer.keep == "all" and (queue.backend == "nixl" or buffer.shards > 1):
+        raise ConfigError(
+            f"buffer.keep=all needs every payload in the buffer's own journal; set queue.backend=zmq buffer.shards=1, "
+            f"got queue.backend={queue.backend} buffer.shards={buffer.shards}"
         )
 
 

@@ -53,6 +53,8 @@ class Controller(Supervisor):
         self.tally = Tally(config)
         self._recorder = recorder
         self._gate = ParityGate(config.model.dtype)
+        self._lost_holders: list[str] = []
+        """Every rollouter that died, by the name of its leases."""
 
     # Phases -----------------------------------------------------------------------------------------------------------
 
@@ -85,7 +87,7 @@ class Controller(Supervisor):
         await self._until(lambda: not preparer.alive, self.config.liveness.drain_timeout_s, "the preparer to end")
 
     async def _assemble(self) -> None:
-        await self._spawn("buffer", "buffer", 0)
+        await self._start_queue()
         for rank in range(self.config.trainers):
             await self._spawn("trainer", f"trainer-{rank}", rank)
         for index in range(self.config.rollouts):
@@ -94,9 +96,27 @@ class Controller(Supervisor):
             await self._spawn("evaluator", "evaluator", 0)
         await self._until(self.membership.all_ready, self.config.liveness.start_timeout_s, "all actors to be ready")
 
+    async def _start_queue(self) -> None:
+        """Stores and buffer come before whoever talks to them: a tcp port is known once it is bound."""
+        shards = self.config.buffer.shards
+        stores = [await self._spawn("store", f"store-{i}", i) for i in range(shards)] if shards > 1 else []
+        await self._until_ready(stores)
+        self._endpoints = {member.spec.name: member.endpoint for member in stores}
+        buffer = await self._spawn("buffer", "buffer", 0)
+        await self._until_ready([buffer])
+        self._endpoints |= {"queue": buffer.endpoint}
+
+    async def _until_ready(self, members: list[Member]) -> None:
+        names = ", ".join(member.spec.name for member in members)
+        await self._until(
+            lambda: all(member.state is not State.STARTING for member in members),
+            self.config.liveness.start_timeout_s,
+            f"{names} to be ready",
+        )
+
     async def _drain(self) -> None:
         """Producers first, the buffer last: its final statistics then count everything."""
-        for kinds in (("rollouter", "evaluator", "trainer"), ("buffer",)):
+        for kinds in (("rollouter", "evaluator", "trainer"), ("buffer",), ("store",)):
             members = [member for member in self.membership.live() if member.spec.kind in kinds]
             for member in members:
                 await self._send(member, Stop())
@@ -108,9 +128,21 @@ class Controller(Supervisor):
 
     # Members ----------------------------------------------------------------------------------------------------------
 
+    def _replaceable(self, kind: str) -> bool:
+        return kind == "rollouter" or (kind in ("buffer", "store") and self.config.buffer.journal)
+
     async def _bereaved(self, member: Member) -> None:
-        await self._send_to("buffer", HolderLost(holder=member.spec.name))
-        await self._membership_changed()
+        if member.spec.kind == "rollouter":
+            self._lost_holders.append(member.spec.holder)
+            await self._send_to("buffer", HolderLost(holder=member.spec.holder))
+            await self._membership_changed()
+
+    async def _replaced(self, member: Member) -> None:
+        if member.spec.kind == "rollouter":
+            await self._membership_changed()
+        if member.spec.kind == "buffer":  # it may have been dead when it should have heard of them
+            for holder in self._lost_holders:
+                await self._send_to("buffer", HolderLost(holder=holder))
 
     async def _membership_changed(self) -> None:
         rollouters = [m.spec.name for m in self.membership.live("rollouter") if m.state is not State.STARTING]
@@ -132,8 +164,10 @@ class Controller(Supervisor):
                                      message.host)  # fmt: skip
             case Ready():
                 member.state = State.READY
+                member.endpoint = message.info.get("endpoint", "")
                 self._recorder.event("actor_ready", message.info, name, pid, host)
             case Event():
+                self.tally.event(message.event, message.fields)
                 self._recorder.event(message.event, message.fields, name, pid, host)
             case Progress():
                 self._last_progress = time.monotonic()

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from streamrl.actors.recording import first_checkpoint
 from streamrl.envs.environment import load_environment
 from streamrl.envs.split import Split
-from streamrl.policy.model import BUILT_IN, prepare_model
+from streamrl.errors import ConfigError
+from streamrl.policy.model import BUILT_IN, CHECKPOINT_FILES, prepare_model
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import Progress
 
@@ -39,10 +41,7 @@ class Preparer(Actor):
                 task = split.train(index)
                 return task.prompt, task.answer or ""
 
-            folder = prepare_model(self.config, pair, progress)
-            if self.config.model.name == BUILT_IN and not self.config.model.cache:
-                folder = Path(shutil.move(folder, Path(self.spec.run_dir) / "model"))
-            return str(folder)
+            return str(self._keep(prepare_model(self.config, pair, progress)))
 
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         working = worker.submit(work)
@@ -54,3 +53,25 @@ class Preparer(Actor):
             raise
         finally:
             worker.shutdown(wait=False)
+
+    def _keep(self, folder: Path) -> Path:
+        """Bring the checkpoint to the run folder where it has no other home, or where the run is to be replayed."""
+        run_dir = Path(self.spec.run_dir)
+        replayable = self.config.buffer.keep == "all"
+        target = first_checkpoint(run_dir) if replayable else run_dir / "model"
+        if self.config.model.name == BUILT_IN and not self.config.model.cache:
+            target.parent.mkdir(exist_ok=True)
+            return Path(shutil.move(folder, target))
+        if not replayable:
+            return folder
+        try:
+            target.mkdir(parents=True)
+            for pattern in CHECKPOINT_FILES:
+                for file in folder.glob(pattern):
+                    shutil.copyfile(file, target / file.name)
+        except OSError as error:
+            raise ConfigError(
+                f"{target}: the initial checkpoint cannot be kept there for a replay ({error.strerror}); free some "
+                "space, choose another --run-dir or set buffer.keep=live"
+            ) from error
+        return target

@@ -12,7 +12,7 @@ from typing import Any
 
 from streamrl.actors.engine_loading import load_engine
 from streamrl.actors.probe import probe_tokens
-from streamrl.buffers.queue_clients import QueueProducer
+from streamrl.actors.queue_wiring import make_producer
 from streamrl.envs.environment import load_environment
 from streamrl.envs.group import GroupResult, GroupRunner
 from streamrl.envs.split import Split
@@ -34,7 +34,7 @@ class Rollouter(Actor):
         self._engine = await load_engine(self.config, self.spec.model)
         self.cleanup.push_async_callback(self._engine.close)
         self._runner = GroupRunner(split, self._engine, load_tokenizer(self.spec.model), self.config)
-        self._producer = QueueProducer(self.spec.endpoint("queue"), self.spec.name)
+        self._producer = make_producer(self.spec)
         self.cleanup.callback(self._producer.close)
         self._subscriber = Subscriber(self.spec.endpoint("sync"), self.spec.name, self._engine, self.emit)
         self._groups = 0
@@ -79,11 +79,15 @@ class Rollouter(Actor):
         for failure in result.failures:
             fields = {"lease": lease.id, "prompt": lease.prompt, "reason": failure.reason}
             self.emit("trajectory_failed", fields | {"traceback": failure.traceback})
+        if result.stragglers:
+            fields = {"lease": lease.id, "prompt": lease.prompt, "reason": result.stragglers[0].reason}
+            self.emit("trajectory_straggled", fields | {"count": len(result.stragglers)})
         if result.group is None:
             await self._producer.fail(lease.id, result.failures[-1].reason, result.failures[-1].traceback)
             return
         try:
-            await self._producer.put(result.group)
+            with self.waiting(f"room for the group of lease {lease.id}, or the buffer's answer"):
+                await self._producer.put(result.group)
         except WireError as error:  # what user code made of the group does not fit its lease
             await self._producer.fail(lease.id, str(error), "")
 
@@ -96,4 +100,5 @@ class Rollouter(Actor):
         if self.state is State.STARTING:
             return {}
         statistics = self._engine.statistics()
-        return {"generated_tokens": float(statistics.generated_tokens), "busy_s": statistics.busy_s}
+        own = {"generated_tokens": float(statistics.generated_tokens), "busy_s": statistics.busy_s}
+        return own | self._producer.statistics()

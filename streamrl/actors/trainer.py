@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from streamrl.actors.probe import probe_tokens
-from streamrl.buffers.queue_clients import QueueConsumer
+from streamrl.actors.queue_wiring import make_consumer
 from streamrl.policy.learner import Learner
 from streamrl.policy.model import load_model
 from streamrl.policy.parallel import close_ranks, init_ranks
@@ -40,7 +40,7 @@ class Trainer(Actor):
         await self.blocking(self._worker, self._build)
         if self._publisher is not None:
             self.cleanup.callback(self._publisher.close)
-        self._consumer = QueueConsumer(self.spec.endpoint("queue"), self.spec.index, self.config.trainers)
+        self._consumer = make_consumer(self.spec)
         self.cleanup.callback(self._consumer.close)
         return {"parameters": sum(parameter.numel() for parameter in self._learner.model.parameters())}
 
@@ -80,7 +80,9 @@ class Trainer(Actor):
             metrics = {"time/wait_for_batch": time.monotonic() - waited}
             metrics |= await self.blocking(self._worker, lambda batch=batch: self._step(batch))  # type: ignore[misc]
             if self._publisher is not None:
-                await self._consumer.acknowledge(step, version)
+                ess, tokens = metrics["policy/ess"], int(metrics["trained_tokens"])
+                with self.waiting(f"the buffer to take the acknowledgement of step {step}"):
+                    await self._consumer.acknowledge(step, version, ess=ess, tokens=tokens)
                 if publishing is not None:
                     with self.waiting(f"version {version} to be acknowledged by every rollouter"):
                         await publishing
@@ -104,7 +106,8 @@ class Trainer(Actor):
         self.send(Scored(version=0, logprobs=scores))
         with self.waiting("the parity gate"):
             await self._gate.wait()
-        await self._consumer.published(0)
+        with self.waiting("the buffer to hear of version 0"):
+            await self._consumer.published(0)
 
     def _step(self, batch: RankBatch) -> dict[str, float]:
         return self._learner.step(batch) | batch.stats
@@ -132,7 +135,8 @@ class Trainer(Actor):
     async def _publish(self, version: int, metrics: dict[str, float]) -> None:
         assert self._publisher is not None
         report = await self._publisher.publish(version, observe=self._evaluates(version))
-        await self._consumer.published(version)
+        with self.waiting(f"the buffer to hear of version {version}"):
+            await self._consumer.published(version)
         metrics |= {
             "time/publish": report.seconds,
             "sync/seconds": metrics["time/gather"] + report.seconds,

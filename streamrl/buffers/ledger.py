@@ -3,122 +3,69 @@
 Life of a lease::
 
     state       entered by                         left by
-    IN_FLIGHT   grant                              deliver → READY; fail, expire, holder_lost → REFUNDED
-    READY       deliver, hand_back                 hand_out → HANDED_OUT; refund(FILTERED | EVICTED) → REFUNDED
-    HANDED_OUT  hand_out                           acknowledge → CONSUMED; hand_back → READY
-    CONSUMED    acknowledge (the optimizer step)   final
+    IN_FLIGHT   grant                              deliver → READY; refund(FAILED | EXPIRED | LOST) → REFUNDED
+    READY       deliver, hand_back, acknowledge    hand_out → HANDED_OUT;
+                (while epochs are left)            refund(FILTERED | EVICTED | LOST) → REFUNDED, once trained CONSUMED
+    HANDED_OUT  hand_out                           acknowledge → CONSUMED or READY; hand_back → READY;
+                                                   refund(LOST) → REFUNDED, once trained CONSUMED
+    CONSUMED    acknowledge of the last epoch, or  final
+                refund of a group that was trained
     REFUNDED    any reason in ``Refund``           final; all reasons but FILTERED issue the prompt again, at the front
 
 ``issued = consumed + in_flight + ready + refunded`` (``ready`` includes handed-out ones) is asserted after every
 operation. Everything is pure: time is an argument, nothing is sent. Records live only while a lease is outstanding, so
 memory is bounded by pacing; lease ids only grow, so an id that is below the next one and not outstanding is closed for
-good.
+good. ``snapshot`` and ``restore`` carry a ledger over the death of its process.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import StrEnum
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from streamrl.buffers.lease import (
+    BLAMED,
+    MOVES,
+    OUTSTANDING,
+    Delivery,
+    LeaseState,
+    LedgerState,
+    Pending,
+    Record,
+    Refund,
+    Tally,
+)
 from streamrl.staleness import credits
+from streamrl.steering import Headroom, admissible, steer
 from streamrl.types import Lease
 
 CLOSED_REMEMBERED = 1 << 14
 """Closed leases whose fate is kept, only to tell a duplicate from a late delivery; both are refused without it too."""
 
 
-class LeaseState(StrEnum):
-    IN_FLIGHT = "in_flight"
-    READY = "ready"
-    HANDED_OUT = "handed_out"
-    CONSUMED = "consumed"
-    REFUNDED = "refunded"
-
-
-class Refund(StrEnum):
-    FAILED = "failed"
-    EXPIRED = "expired"
-    LOST = "lost"
-    FILTERED = "filtered"
-    EVICTED = "evicted"
-
-
-class Delivery(StrEnum):
-    ACCEPTED = "accepted"
-    DUPLICATE = "duplicate"
-    LATE = "late"
-    UNKNOWN = "unknown"
-
-
-BLAMED = frozenset({Refund.FAILED, Refund.EXPIRED, Refund.LOST})
-"""Reasons that count towards ``max_attempts`` of a prompt."""
-
-MOVES: dict[LeaseState, frozenset[LeaseState]] = {
-    LeaseState.IN_FLIGHT: frozenset({LeaseState.READY, LeaseState.REFUNDED}),
-    LeaseState.READY: frozenset({LeaseState.HANDED_OUT, LeaseState.REFUNDED}),
-    LeaseState.HANDED_OUT: frozenset({LeaseState.CONSUMED, LeaseState.READY}),
-    LeaseState.CONSUMED: frozenset(),
-    LeaseState.REFUNDED: frozenset(),
-}
-
-
-@dataclass(slots=True)
-class Record:
-    """One outstanding lease."""
-
-    lease: Lease
-    holder: str
-    granted_version: int
-    """Published version when it was granted: no token of its group is older."""
-    expires_at: float
-    losses: int
-    """Earlier leases of the same prompt that failed, expired or were lost."""
-    state: LeaseState = LeaseState.IN_FLIGHT
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A prompt that waits to be issued again."""
-
-    prompt: int
-    attempt: int
-    losses: int
-
-
-class _Tally:
-    """A growing set of integers that is nearly contiguous from 0: a watermark and what lies above it."""
-
-    def __init__(self) -> None:
-        self.watermark = 0
-        self._above: set[int] = set()
-
-    def __contains__(self, number: int) -> bool:
-        return number < self.watermark or number in self._above
-
-    def add(self, number: int) -> bool:
-        """False if ``number`` was in already."""
-        if number in self:
-            return False
-        self._above.add(number)
-        while self.watermark in self._above:
-            self._above.remove(self.watermark)
-            self.watermark += 1
-        return True
-
-
 class Ledger:
     """See the module's table. ``now`` arguments are monotonic seconds and must not decrease."""
 
     def __init__(
-        self, *, groups_per_step: int, max_lag: int, group_size: int, lease_timeout_s: float, max_attempts: int
+        self,
+        *,
+        groups_per_step: int,
+        max_lag: int,
+        group_size: int,
+        lease_timeout_s: float,
+        max_attempts: int,
+        epochs_per_group: int = 1,
+        target_ess: float = 0.0,
     ) -> None:
         self.groups_per_step = groups_per_step
         self.max_lag = max_lag
         self.group_size = group_size
         self.lease_timeout_s = lease_timeout_s
         self.max_attempts = max_attempts
+        self.epochs_per_group = epochs_per_group
+        self.target_ess = target_ess
+        """0: pacing alone decides; else ``steering.py`` lowers its budget while the ESS is under this."""
+        self.headroom = Headroom()
         self.published = -1
         self.issued = 0
         self.consumed = 0
@@ -126,19 +73,45 @@ class Ledger:
         self.refunds: Counter[Refund] = Counter()
         self.refused: Counter[Delivery] = Counter()
         self.duplicates_trained = 0
+        self.forfeited = 0
+        self.absent = 0
         self.fatal = ""
-        """Why the run cannot go on; empty while it can."""
-        self._outstanding: dict[LeaseState, dict[int, Record]] = {
-            state: {} for state in (LeaseState.IN_FLIGHT, LeaseState.READY, LeaseState.HANDED_OUT)
-        }
-        self._steps: dict[int, list[int]] = {}
-        self._last_step = -1
-        self._reissue: deque[_Pending] = deque()
-        self._cursor = 0
-        self._done = _Tally()
-        self._closed: OrderedDict[int, bool] = OrderedDict()
+        self.last_step = -1
+        self.cursor = 0
+        self.steps: dict[int, list[int]] = {}
+        self.dropped: dict[int, int] = {}
+        self.reissue: list[Pending] = []
+        self.done = Tally()
+        self.closed: dict[int, bool] = {}
+        self._outstanding: dict[LeaseState, dict[int, Record]] = {state: {} for state in OUTSTANDING}
+
+    def snapshot(self) -> LedgerState:
+        """The state now; it shares containers with the ledger, so encode it at once."""
+        return LedgerState(**{name: getattr(self, name) for name in LedgerState.__struct_fields__})
+
+    def restore(self, state: LedgerState, now: float) -> None:
+        """Take over the state of a ledger that died. Leases in flight get their whole time again, from ``now``."""
+        for name in LedgerState.__struct_fields__:
+            if name != "records":
+                setattr(self, name, getattr(state, name))
+        self.refunds, self.refused = Counter(state.refunds), Counter(state.refused)
+        for lease_id in sorted(state.records):
+            record = state.records[lease_id]
+            self._outstanding[record.state][lease_id] = record
+        self.renew(now)
+        self._check()
+
+    def renew(self, now: float) -> None:
+        """Leases in flight get their whole time again: nobody could deliver while the ledger was away."""
+        for record in self._outstanding[LeaseState.IN_FLIGHT].values():
+            record.expires_at = now + self.lease_timeout_s
 
     # Numbers ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> dict[int, Record]:
+        """Every outstanding lease by id."""
+        return {lease_id: record for records in self._outstanding.values() for lease_id, record in records.items()}
 
     @property
     def refunded(self) -> int:
@@ -155,8 +128,20 @@ class Ledger:
 
     @property
     def credits(self) -> int:
-        """Leases that pacing allows now."""
-        return credits(self.issued - self.refunded, self.published, self.max_lag, self.groups_per_step)
+        """Leases that pacing allows now, and steering where it is on."""
+        granted_net = self.issued - self.refunded
+        paced = credits(
+            granted_net, self.published, self.max_lag, self.groups_per_step, self.epochs_per_group, self._unused
+        )
+        if not self.target_ess:
+            return paced
+        steered = admissible(self.published, self.headroom, self.max_lag, self.groups_per_step) - granted_net
+        return max(0, min(paced, steered))
+
+    @property
+    def _unused(self) -> int:
+        """Epochs that groups gave up, less places in batches that no group took."""
+        return self.forfeited - self.absent - sum(self.dropped.values())
 
     @property
     def next_deadline(self) -> float | None:
@@ -171,15 +156,32 @@ class Ledger:
 
         Counted from the prompts alone, not from the states and counters of leases.
         """
-        pending = {entry.prompt for entry in self._reissue}
+        pending = {entry.prompt for entry in self.reissue}
         for records in self._outstanding.values():
             pending.update(record.lease.prompt for record in records.values())
-        started = range(self._done.watermark, self._cursor)
-        return sum(1 for prompt in started if prompt not in self._done and prompt not in pending)
+        started = range(self.done.watermark, self.cursor)
+        return sum(1 for prompt in started if prompt not in self.done and prompt not in pending)
 
     def granted_versions(self) -> list[int]:
         """Published version at the grant of each lease in flight."""
         return [record.granted_version for record in self._outstanding[LeaseState.IN_FLIGHT].values()]
+
+    def judge(self, lease_id: int) -> Delivery:
+        """What a delivery for this lease would be."""
+        if lease_id in self._outstanding[LeaseState.IN_FLIGHT]:
+            return Delivery.ACCEPTED
+        if not 0 <= lease_id < self.issued:
+            return Delivery.UNKNOWN
+        if self.find(lease_id) or self.closed.get(lease_id, False):
+            return Delivery.DUPLICATE
+        return Delivery.LATE
+
+    def is_in_flight(self, lease_id: int) -> bool:
+        return lease_id in self._outstanding[LeaseState.IN_FLIGHT]
+
+    def granted_to(self, asked: str) -> list[Lease]:
+        """Leases in flight that answered this request."""
+        return [record.lease for record in self._outstanding[LeaseState.IN_FLIGHT].values() if record.asked == asked]
 
     def find(self, lease_id: int) -> Record | None:
         """The record of an outstanding lease."""
@@ -188,21 +190,39 @@ class Ledger:
                 return records[lease_id]
         return None
 
+    def statistics(self) -> dict[str, float]:
+        """The ``ledger/`` keys, now; handed-out groups count in ``ledger/ready``."""
+        names = ("issued", "consumed", "in_flight", "ready", "refunded", "reissued")
+        return {f"ledger/{name}": float(getattr(self, name)) for name in names}
+
+    def summary(self) -> dict[str, int]:
+        """``groups`` of ``summary.json``; ``duplicates_trained`` and ``lost`` are 0 or the run is wrong."""
+        names = ("issued", "consumed", "refunded", "reissued", "duplicates_trained", "lost")
+        return {name: getattr(self, name) for name in names}
+
     # Operations -------------------------------------------------------------------------------------------------------
+
+    def steer(self, ess: float, tokens: int) -> None:
+        """An optimizer step measured this effective sample size over so many tokens."""
+        if self.target_ess:
+            self.headroom = steer(self.headroom, ess, self.target_ess, self.max_lag, self.groups_per_step, tokens)
 
     def publish(self, version: int) -> None:
         """Every live rollouter has committed ``version``: its credits are free. An older version changes nothing."""
         self.published = max(self.published, version)
 
-    def grant(self, holder: str, count: int, now: float) -> list[Lease]:
-        """Up to ``count`` leases, prompts to be re-issued first; fewer, or none, when credits run out."""
-        leases = [self._issue(holder, now) for _ in range(min(count, self.credits))]
+    def grant(self, holder: str, count: int, now: float, nbytes: int = 0, asked: str = "") -> list[Lease]:
+        """Up to ``count`` leases, prompts to be re-issued first; fewer, or none, when credits run out.
+
+        ``nbytes`` is promised to each; ``asked`` names the request that they answer.
+        """
+        leases = [self._issue(holder, now, nbytes, asked) for _ in range(min(count, self.credits))]
         self._check()
         return leases
 
     def deliver(self, lease_id: int) -> Delivery:
         """The group of a lease arrived; only ``ACCEPTED`` makes it ready, everything else is counted and dropped."""
-        outcome = self._judge(lease_id)
+        outcome = self.judge(lease_id)
         if outcome is Delivery.ACCEPTED:
             self._move(lease_id, LeaseState.READY)
         else:
@@ -210,41 +230,35 @@ class Ledger:
         self._check()
         return outcome
 
-    def fail(self, lease_id: int) -> Lease | None:
-        """The holder gave up; ``None`` when the lease is not in flight (any more)."""
-        if lease_id not in self._outstanding[LeaseState.IN_FLIGHT]:
-            return None
-        return self.refund(lease_id, Refund.FAILED)
-
-    def expire(self, now: float) -> list[Lease]:
-        """Refund every lease in flight whose deadline has passed."""
+    def overdue(self, now: float) -> list[int]:
+        """Leases in flight whose deadline has passed."""
         expired = []
         for lease_id, record in self._outstanding[LeaseState.IN_FLIGHT].items():
             if record.expires_at > now:
                 break
             expired.append(lease_id)
-        return [self.refund(lease_id, Refund.EXPIRED) for lease_id in expired]
+        return expired
 
-    def holder_lost(self, holder: str) -> list[Lease]:
-        """Refund every lease in flight of a holder that died."""
-        in_flight = self._outstanding[LeaseState.IN_FLIGHT]
-        return self.lose([lease_id for lease_id, record in in_flight.items() if record.holder == holder])
+    def refund(self, lease_id: int, reason: Refund) -> Lease | None:
+        """Give the credit back; queue the prompt again unless it was filtered. Sets ``fatal`` at ``max_attempts``.
 
-    def lose(self, lease_ids: Iterable[int]) -> list[Lease]:
-        """Refund leases in flight that their holder can no longer deliver."""
-        return [self.refund(lease_id, Refund.LOST) for lease_id in lease_ids]
-
-    def refund(self, lease_id: int, reason: Refund) -> Lease:
-        """Give the credit back; queue the prompt again unless it was filtered. Sets ``fatal`` at ``max_attempts``."""
+        A group that was trained on is consumed instead, without its further epochs: ``None``.
+        """
+        if (record := self.find(lease_id)) is not None and record.epochs:
+            self._consume(lease_id)
+            self.forfeited += self.epochs_per_group - record.epochs
+            self._check()
+            return None
+        arrived = not self.is_in_flight(lease_id) or reason is Refund.FILTERED
         record = self._move(lease_id, LeaseState.REFUNDED)
-        self._close(lease_id, delivered=reason in (Refund.FILTERED, Refund.EVICTED))
+        self._close(lease_id, delivered=arrived)
         self.refunds[reason] += 1
         lease = record.lease
         if reason is Refund.FILTERED:
-            self._done.add(lease.prompt)
+            self.done.add(lease.prompt)
         else:
             losses = record.losses + (reason in BLAMED)
-            self._reissue.append(_Pending(lease.prompt, lease.attempt + 1, losses))
+            self.reissue.append(Pending(lease.prompt, lease.attempt + 1, losses))
             if reason in BLAMED and losses >= self.max_attempts:
                 self.fatal = self.fatal or (
                     f"prompt {lease.prompt} failed, expired or was lost {losses} times "
@@ -255,11 +269,11 @@ class Ledger:
 
     def hand_out(self, step: int, lease_ids: Iterable[int]) -> None:
         """Ready groups go to the trainer as the batch of ``step``."""
-        assert step not in self._steps, f"step {step} is handed out already"
+        assert step not in self.steps, f"step {step} is handed out already"
         ids = list(lease_ids)
         for lease_id in ids:
             self._move(lease_id, LeaseState.HANDED_OUT)
-        self._steps[step] = ids
+        self.steps[step] = ids
         self._check()
 
     def hand_back(self, step: int) -> list[int]:
@@ -267,54 +281,66 @@ class Ledger:
 
         Only for a consumer that is known to be dead: a slow one may still train on the batch.
         """
-        ids = self._steps.pop(step)
+        ids = self.steps.pop(step)
+        self.dropped.pop(step, None)  # the step is yet to come, with a full batch
         for lease_id in ids:
             self._move(lease_id, LeaseState.READY)
         self._check()
         return ids
 
     def acknowledge(self, step: int) -> list[int]:
-        """The optimizer step that used the batch is done: its groups are consumed. Again: nothing happens, ``[]``.
+        """The optimizer step that used the batch is done: groups at their last epoch are consumed, their ids returned.
 
-        Raises ``KeyError`` for a step that was never handed out.
+        The others are ready again.
         """
-        if step not in self._steps:
-            if step <= self._last_step:
-                return []
-            raise KeyError(f"step {step} was acknowledged but never handed out")
-        ids = self._steps.pop(step)
-        for lease_id in ids:
-            record = self._move(lease_id, LeaseState.CONSUMED)
-            self._close(lease_id, delivered=True)
-            self.consumed += 1
-            self.duplicates_trained += not self._done.add(record.lease.prompt)
-        self._last_step = max(self._last_step, step)
+        consumed = []
+        for lease_id in self.steps.pop(step):
+            record = self.find(lease_id)
+            assert record is not None, f"lease {lease_id} is not outstanding"
+            record.epochs += 1
+            if record.epochs < self.epochs_per_group:
+                self._move(lease_id, LeaseState.READY)
+            else:
+                self._consume(lease_id)
+                consumed.append(lease_id)
+        self.absent += self.dropped.pop(step, 0)
+        self.last_step = max(self.last_step, step)
         self._check()
-        return ids
+        return consumed
+
+    def drop_from_step(self, step: int, lease_ids: Sequence[int]) -> list[Lease]:
+        """Groups of a handed-out step that nobody can read: refunded as lost; the step goes on without them.
+
+        Their places in the batch stay taken, or each would let one more group than the bound allows be outstanding.
+        """
+        self.steps[step] = [lease_id for lease_id in self.steps[step] if lease_id not in lease_ids]
+        refunded = []
+        for lease_id in lease_ids:
+            self.dropped[step] = self.dropped.get(step, 0) + 1
+            refunded.append(self.refund(lease_id, Refund.LOST))
+        return [lease for lease in refunded if lease is not None]
 
     # Inside -----------------------------------------------------------------------------------------------------------
 
-    def _issue(self, holder: str, now: float) -> Lease:
-        if self._reissue:
-            pending = self._reissue.popleft()
+    def _consume(self, lease_id: int) -> Record:
+        record = self._move(lease_id, LeaseState.CONSUMED)
+        self._close(lease_id, delivered=True)
+        self.consumed += 1
+        self.duplicates_trained += not self.done.add(record.lease.prompt)
+        return record
+
+    def _issue(self, holder: str, now: float, nbytes: int, asked: str) -> Lease:
+        if self.reissue:
+            pending = self.reissue.pop(0)
             self.reissued += 1
         else:
-            pending = _Pending(self._cursor, 0, 0)
-            self._cursor += 1
-        lease = Lease(self.issued, pending.prompt, self.group_size, pending.attempt, self.lease_timeout_s)
-        record = Record(lease, holder, self.published, now + self.lease_timeout_s, pending.losses)
+            pending = Pending(self.cursor, 0, 0)
+            self.cursor += 1
+        lease = Lease(self.issued, pending.prompt, self.group_size, pending.attempt, self.lease_timeout_s, nbytes)
+        record = Record(lease, holder, self.published, now + self.lease_timeout_s, pending.losses, asked=asked)
         self._outstanding[LeaseState.IN_FLIGHT][lease.id] = record
         self.issued += 1
         return lease
-
-    def _judge(self, lease_id: int) -> Delivery:
-        if lease_id in self._outstanding[LeaseState.IN_FLIGHT]:
-            return Delivery.ACCEPTED
-        if not 0 <= lease_id < self.issued:
-            return Delivery.UNKNOWN
-        if self.find(lease_id) or self._closed.get(lease_id, False):
-            return Delivery.DUPLICATE
-        return Delivery.LATE
 
     def _move(self, lease_id: int, target: LeaseState) -> Record:
         record = self.find(lease_id)
@@ -327,12 +353,11 @@ class Ledger:
         return record
 
     def _close(self, lease_id: int, delivered: bool) -> None:
-        self._closed[lease_id] = delivered
-        if len(self._closed) > CLOSED_REMEMBERED:
-            self._closed.popitem(last=False)
+        self.closed[lease_id] = delivered
+        if len(self.closed) > CLOSED_REMEMBERED:
+            del self.closed[next(iter(self.closed))]
 
     def _check(self) -> None:
         assert self.issued == self.consumed + self.in_flight + self.ready + self.refunded, "ledger invariant (C1)"
-        assert (
-            self.issued - self.refunded <= (self.published + self.max_lag + 1) * self.groups_per_step or not self.issued
-        )
+        budget = (self.published + self.max_lag + 1) * self.groups_per_step + self._unused
+        assert (self.issued - self.refunded) * self.epochs_per_group <= budget or not self.issued, "pacing (C1)"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from streamrl.types import Group
+from streamrl.buffers.wire.messages import GroupMeta
 
 
 class StepStatistics:
@@ -26,7 +27,7 @@ class StepStatistics:
         self._env_count = dict.fromkeys(self._envs, 0)
         self._tokens = self._longest = self._truncated = self._turns = 0
 
-    def add(self, group: Group) -> None:
+    def add(self, group: GroupMeta) -> None:
         """Count one delivered group."""
         rewards = [trajectory.reward for trajectory in group.trajectories]
         total = sum(rewards)
@@ -39,13 +40,13 @@ class StepStatistics:
         self._env_reward[group.env] = self._env_reward.get(group.env, 0.0) + total
         self._env_count[group.env] = self._env_count.get(group.env, 0) + len(rewards)
         for trajectory in group.trajectories:
-            tokens = sum(count for _, count in trajectory.versions)
+            tokens = trajectory.sampled
             self._tokens += tokens
             self._longest = max(self._longest, tokens)
             self._truncated += trajectory.truncated
             self._turns += trajectory.turns
 
-    def take(self, batch: Iterable[Group]) -> dict[str, float]:
+    def take(self, batch: Iterable[GroupMeta]) -> dict[str, float]:
         """The numbers since the last call. When nothing was delivered since then, those of ``batch`` itself.
 
         Every key is there every time; ``reward/<env>/mean`` for each environment seen so far, 0 when it had no group.
@@ -70,33 +71,34 @@ class StepStatistics:
         return numbers
 
 
-def has_zero_variance(group: Group) -> bool:
+def has_zero_variance(group: GroupMeta) -> bool:
     """Whether all rewards of the group are equal, so that no trajectory is better than another."""
     first = group.trajectories[0].reward
     return all(trajectory.reward == first for trajectory in group.trajectories)
 
 
-def lag_statistics(batch: Sequence[Group], version: int, max_lag: int) -> dict[str, float]:
+def lag_statistics(batch: Sequence[GroupMeta], version: int, max_lag: int) -> dict[str, float]:
     """Lag of the batch's sampled tokens at the trainer's ``version``, in versions; masked tokens only counted.
 
     ``p95`` is the smallest lag that at least 95 % of the trained tokens do not exceed.
     """
-    tokens = np.zeros(max_lag + 1, dtype=np.int64)
+    tokens: Counter[int] = Counter()
     masked = 0
     for group in batch:
         for trajectory in group.trajectories:
-            for sampled_by, count in trajectory.versions:
+            for sampled_by, count in trajectory.spans:
                 lag = version - sampled_by
                 if lag > max_lag:
                     masked += count
                 else:
                     tokens[lag] += count
-    trained = int(tokens.sum())
-    lags = np.flatnonzero(tokens)
+    lags = np.array(sorted(tokens), dtype=np.int64)
+    counts = np.array([tokens[lag] for lag in lags.tolist()], dtype=np.int64)
+    trained = int(counts.sum())
     return {
-        "lag/mean": float(tokens @ np.arange(max_lag + 1)) / max(1, trained),
-        "lag/p95": float(np.searchsorted(np.cumsum(tokens), 0.95 * trained)),
-        "lag/max": float(lags[-1]) if len(lags) else 0.0,
+        "lag/mean": float(counts @ lags) / max(1, trained),
+        "lag/p95": float(lags[np.searchsorted(np.cumsum(counts), 0.95 * trained)]) if trained else 0.0,
+        "lag/max": float(lags[-1]) if trained else 0.0,
         "lag/masked_tokens": float(masked),
         "lag/bound": float(max_lag),
     }

@@ -15,14 +15,9 @@ A class may say how many tasks there are by ``__len__`` and its name in the metr
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
-import os
-import pkgutil
 import random
 import re
-import sys
 import types
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +25,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from streamrl.envs.failure import one_line
+from streamrl.envs.loading import import_module_of, nearest
 from streamrl.errors import ConfigError, EnvironmentFailed
 from streamrl.schema import Config
 
@@ -63,6 +59,11 @@ class Reward:
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers to average over trajectories, by name."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Arrays that travel with the trajectory, by name: numpy or torch on the CPU, any shape and dtype but objects. They
+    are not copied: do not change them after the episode."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Strings, numbers, bools, None, and lists and dicts of them, that travel with the trajectory."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,9 @@ def load_environment(config: Config) -> Environment:
     The current working directory can be imported from, so that ``my_env.py`` beside the run is ``env=my_env:Name``.
     Raises ``ConfigError`` of one line for everything that is wrong with the name, the object or its options.
     """
-    path = config.env.name
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(f"env.name={path!r}: expected package.module:Name, such as my_env:Riddles")
-    where = f"env.name={path}"
-    target = _find(_import(module_name, where), name, where)
+    where = f"env.name={config.env.name}"
+    module, name = import_module_of(config.env.name, "env.name", "my_env:Riddles")
+    target = _find(module, name, where)
     if inspect.isclass(target):
         return _from_class(target, config.env.args, where)
     return _from_function(target, name, config.env.args, where)
@@ -138,41 +136,6 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], owner: str) -> No
     for key in given:
         if key not in names:
             raise ConfigError(f"env.args.{key}: {owner} has no such option{nearest(key, names)}")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?``, or what there is to choose from, or nothing."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
-    if near:
-        return f"; did you mean {' or '.join(repr(each) for each in near)}?"
-    if 0 < len(names) <= 12:
-        return f"; there are: {', '.join(names)}"
-    return "" if names else "; it has none"
-
-
-def _import(module_name: str, where: str) -> types.ModuleType:
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if missing == module_name or module_name.startswith(f"{missing}."):
-            hint = nearest(module_name, _modules_beside(module_name))
-            raise ConfigError(f"{where}: no module {missing!r} on the path or in {folder}{hint}") from error
-        raise ConfigError(f"{where}: {module_name} imports {missing!r}, which is not installed") from error
-    except (Exception, SystemExit) as error:  # user code may raise anything while it is imported; it is named
-        raise ConfigError(f"{where}: importing {module_name} raised {one_line(error)}") from error
-
-
-def _modules_beside(module_name: str) -> list[str]:
-    package, dot, _ = module_name.rpartition(".")
-    parent = sys.modules.get(package)
-    paths = list(parent.__path__) if parent is not None and hasattr(parent, "__path__") else [os.getcwd()]
-    found = [f"{package}{dot}{info.name}" for info in pkgutil.iter_modules(paths)]
-    return difflib.get_close_matches(module_name, found, n=1)
 
 
 def _find(module: types.ModuleType, name: str, where: str) -> Any:

@@ -11,7 +11,10 @@ from types import TracebackType
 
 _SESSION = str(Path(__file__).with_name("session.py"))
 
-_MACHINERY = frozenset({_SESSION, *(str(Path(__file__).with_name(name)) for name in ("environment.py", "group.py"))})
+_MACHINERY = frozenset(
+    str(Path(__file__).with_name(name))
+    for name in ("session.py", "environment.py", "group.py", "closing.py", "rewards.py")
+)
 """Files that call user code or are called by it; their frames are no place to look for a user's mistake."""
 
 TRACEBACK_LIMIT = 8_000
@@ -34,12 +37,12 @@ def one_line(error: BaseException) -> str:
     """``ValueError: bad digit (my_env.py:12)``: type, message without newlines, the user's last line."""
     message = " ".join(str(error).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    return text + _place(error)
+    return text + place(error)
 
 
 def failure_of(error: BaseException, reason: str = "") -> Failure:
     """The failure that ``error`` is; ``reason`` stands for its type and message where these say too little."""
-    return Failure(reason + _place(error) if reason else one_line(error), traceback_of(error))
+    return Failure(reason + place(error) if reason else one_line(error), traceback_of(error))
 
 
 def traceback_of(error: BaseException) -> str:
@@ -51,7 +54,7 @@ def traceback_of(error: BaseException) -> str:
     return text
 
 
-def _place(error: BaseException) -> str:
+def place(error: BaseException) -> str:
     """`` (file:line)`` of the user's last line before the session took over, or nothing."""
     frames = traceback.extract_tb(_user_part(error.__traceback__))
     above = itertools.takewhile(lambda frame: frame.filename != _SESSION, frames)

@@ -1,7 +1,7 @@
 """Runs user code: the G trajectories of a lease into a ``Group``, or held-out tasks into an accuracy.
 
-Consumes leases, produces groups. A trajectory whose episode raises, times out or returns no finite number fails alone;
-an error of the engine is not the environment's and propagates.
+Consumes leases, produces groups. A trajectory whose episode raises, times out or returns no usable reward fails alone;
+an error of the engine is not the environment's and propagates. When a group is closed: ``closing.py``.
 """
 
 from __future__ import annotations
@@ -10,20 +10,18 @@ import asyncio
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Real
 from typing import Any, TypeVar
 
+from streamrl.envs.closing import ClosingPolicy, Straggler
 from streamrl.envs.environment import Reward, Task
 from streamrl.envs.failure import Failure, failure_of, traceback_of
+from streamrl.envs.rewards import checked_reward
 from streamrl.envs.session import Codec, ContextFull, Limits, Session, Tokenizer
 from streamrl.envs.split import Split
 from streamrl.errors import EnvironmentFailed
 from streamrl.ports import Engine
 from streamrl.schema import Config
 from streamrl.types import Group, Lease, Trajectory
-
-_MIN_GROUP = 2
-"""A single trajectory has no one to be compared with: its group-relative advantage is 0."""
 
 _T = TypeVar("_T")
 
@@ -33,8 +31,10 @@ class GroupResult:
     """What came of one lease."""
 
     group: Group | None
-    """None where fewer than two trajectories finished."""
+    """Trajectories in the order in which they were begun; None where fewer than ``group.min_size`` finished."""
     failures: list[Failure]
+    stragglers: list[Straggler] = field(default_factory=list)
+    """What was cancelled because the group was closed; every episode that was begun is in one of the three."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class GroupRunner:
         self._codec = Codec(tokenizer)
         self._seed = config.seed
         self._timeout_s = config.env.timeout_s
+        self._closing = ClosingPolicy.of(config.group)
         self._concurrency = config.engine.slots
         self._limits = Limits(
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens, config.model.max_length
@@ -77,7 +78,7 @@ class GroupRunner:
         self._greedy = replace(self._limits, temperature=0.0, top_k=0, top_p=1.0)
 
     async def run_group(self, lease: Lease) -> GroupResult:
-        """Run ``lease.group_size`` episodes of the lease's prompt at once.
+        """Run ``lease.group_size`` episodes of the lease's prompt at once; ``group.on_straggler`` says for how long.
 
         Cancelling the call cancels every episode and its request to the engine. The lease's deadline is the caller's
         to watch. Raises what the engine raised, and ``ConfigError`` where the environment has no task to train on.
@@ -90,11 +91,14 @@ class GroupRunner:
             Session(self._engine, self._codec, self._limits, (self._seed, lease.prompt, lease.attempt, member))
             for member in range(lease.group_size)
         ]
-        outcomes = await _together([self._play(task.copy(), session) for session in sessions])
+        outcomes = await self._closing.play(sessions, [self._play(task.copy(), session) for session in sessions])
         finished = [each for each in outcomes if isinstance(each, Trajectory)]
-        failures = [each for each in outcomes if isinstance(each, Failure)]
-        group = Group(lease.id, lease.prompt, self._environment.name, finished) if len(finished) >= _MIN_GROUP else None
-        return GroupResult(group, failures)
+        enough = len(finished) >= self._closing.enough
+        return GroupResult(
+            Group(lease.id, lease.prompt, self._environment.name, finished) if enough else None,
+            [each for each in outcomes if isinstance(each, Failure)],
+            [each for each in outcomes if isinstance(each, Straggler)],
+        )
 
     async def evaluate(self, tasks: Sequence[Task]) -> EvalResult:
         """Play every task once, greedily (temperature 0), as many at once as the engine has slots."""
@@ -156,19 +160,10 @@ def _finish(session: Session, returned: object) -> Trajectory | Failure:
         return Failure("the episode returned while policy.complete was still running; await every call", "")
     if not session.turns:
         return Failure("the episode returned without sampling; it must await policy.complete at least once", "")
-    reward = returned if isinstance(returned, Reward) else Reward(returned)  # type: ignore[arg-type]
-    if not _is_finite(reward.value):
-        return Failure(f"the reward must be a finite number or a Reward, got {returned!r:.80}", "")
-    for name, value in reward.metrics.items():
-        if not _is_finite(value):
-            return Failure(f"metric {name!r} must be a finite number, got {value!r:.80}", "")
-    return session.trajectory(
-        Reward(float(reward.value), {str(name): float(value) for name, value in reward.metrics.items()})
-    )
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return session.trajectory(checked_reward(returned))
+    except EnvironmentFailed as error:
+        return Failure(str(error), "")
 
 
 async def _together(coroutines: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:

@@ -6,7 +6,8 @@ import dataclasses
 import string
 from typing import Any
 
-from streamrl.envs.environment import Policy, Reward, Task, nearest, refuse_unknown
+from streamrl.envs.environment import Policy, Reward, Task, refuse_unknown
+from streamrl.envs.loading import nearest
 from streamrl.errors import ConfigError
 
 _DEFAULT_SIZE = 1_000_000

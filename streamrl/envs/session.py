@@ -188,6 +188,8 @@ class Session:
             turns=len(self._turns),
             truncated=self._overflowed or self._turns[-1][1].finish_reason == "length",
             metrics=dict(reward.metrics),
+            columns=dict(reward.columns),
+            metadata=dict(reward.metadata),
         )
 
     def close(self) -> bool:

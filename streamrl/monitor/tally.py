@@ -5,9 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from streamrl.metrics import KEYS
 from streamrl.runtime.membership import Membership
 from streamrl.runtime.messages import Evaluated, Progress, Stepped
 from streamrl.schema import Config
+
+OF_MANY_ACTORS = tuple(
+    key
+    for key in KEYS
+    if key.startswith(("store/", "arena/", "journal/")) or key in ("queue/resent", "queue/reconnects")
+)
+"""Each actor counts its own; the line has their sum."""
 
 
 class Tally:
@@ -23,6 +31,8 @@ class Tally:
         """How far a long preparation is; None once it is over."""
         self.parity: dict[str, Any] = {}
         """Gates passed or failed, with their numbers."""
+        self.weights: dict[str, Any] = {}
+        """The newest version that was published, and the digest of its weights."""
         self.line: dict[str, float] = {}
         """The newest step's metrics, for the screen."""
         self.evaluations: list[Evaluated] = []
@@ -38,7 +48,7 @@ class Tally:
         now = time.monotonic()
         wall_s = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
-        values = dict(message.metrics)
+        values = dict.fromkeys(KEYS, 0.0) | message.metrics
         trained = values.pop("trained_tokens", 0.0)
         rollouters = membership.live("rollouter")
         busy = [member.rates.get("busy_s", 0.0) for member in rollouters]
@@ -54,6 +64,8 @@ class Tally:
             "utilisation/trainer": (values["time/forward_backward"] + values["time/optimizer"]) / wall_s,
             "utilisation/rollouter": sum(busy) / max(len(busy), 1),
         }
+        for key in OF_MANY_ACTORS:
+            values[key] = values.get(key, 0.0) + sum(member.gauges.get(key, 0.0) for member in membership.live())
         self.tokens_trained += int(trained)
         self.lag_max = max(self.lag_max, values["lag/max"])
         self.line = values
@@ -73,6 +85,11 @@ class Tally:
 
     def evaluated(self, version: int) -> bool:
         return any(evaluation.version == version for evaluation in self.evaluations)
+
+    def event(self, event: str, fields: dict[str, Any]) -> None:
+        """Keep what the summary says of an actor's event."""
+        if event in ("version_committed", "version_replayed") and "weights" in fields:
+            self.weights = {"version": fields["version"], "digest": fields["weights"]}
 
     def statistics(self, values: dict[str, float]) -> None:
         self._statistics = values
@@ -98,4 +115,5 @@ class Tally:
             "tokens_trained": self.tokens_trained,
             "restarts": membership.restarts,
             "parity": self.parity,
+            "weights": self.weights,
         }

@@ -6,9 +6,10 @@ every method marked *collective* must be called by all of them in the same order
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from streamrl.errors import ConfigError, DivergedError, StalenessError
 from streamrl.loss.diagnostics import Diagnostics
 from streamrl.loss.logprobs import token_logprobs
-from streamrl.loss.policy import policy_loss
+from streamrl.objective_checks import recomputes
+from streamrl.policy.model import load_model
 from streamrl.policy.optimizer import clip_gradients, gradient_norm, learning_rate, make_optimizer
 from streamrl.policy.packing import Packed, pack
 from streamrl.policy.parallel import accumulate_only, full_parameters, reshard, shard
+from streamrl.policy.step_loss import MicroBatch, StepLoss, environments, split
 from streamrl.schema import Config
 from streamrl.types import RankBatch, TrainGroup, Trajectory
 
@@ -37,24 +40,45 @@ class PackedPolicy(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, ...]:
         """Log-prob and entropy float32 ``[N]`` of ``packed.target``; the head runs on the N source tokens only."""
+        return self._logprobs(self._hidden(packed), packed, temperature)
+
+    def _hidden(self, packed: Packed) -> Tensor:
         body = self.model.get_decoder()(
             input_ids=packed.tokens,
             attention_mask=packed.attention_mask(),
             position_ids=packed.positions,
             use_cache=False,
         )
+        return body.last_hidden_state.flatten(0, 1).index_select(0, packed.source)
+
+    def _logprobs(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
-        hidden = body.last_hidden_state.flatten(0, 1).index_select(0, packed.source)
         return token_logprobs(hidden, head.weight, packed.target, temperature, bias=getattr(head, "bias", None))
+
+
+class ActorCritic(PackedPolicy):
+    """The same with a linear head, 0 at the start, that reads the value of the state before each target."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        device = next(model.parameters()).device
+        self.value = nn.Linear(model.config.hidden_size, 1, device=device, dtype=torch.float32)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+
+    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, ...]:
+        """Log-prob, entropy and value float32 ``[N]``."""
+        hidden = self._hidden(packed)
+        return *self._logprobs(hidden, packed, temperature), self.value(hidden.float()).squeeze(1)
 
 
 class Learner:
     """Owns the policy's parameters on this rank, their gradients and the optimizer.
 
     ``model`` is a transformers causal LM with sdpa attention, equal on all ranks; with a ``mesh`` of more than one rank
-    it is sharded in place. ``updates`` counts steps and drives the schedule; a restart sets it and the optimizer state.
+    it is sharded in place. ``updates`` counts batches and drives the schedule; a restart sets it and the optimizer.
     """
 
     def __init__(self, config: Config, model: Any, mesh: DeviceMesh | None = None) -> None:
@@ -66,13 +90,17 @@ class Learner:
         self.config = config
         self.model = model.eval()
         self.updates = 0
-        self._policy = PackedPolicy(model)
+        self._policy = ActorCritic(model) if config.loss.advantage == "gae" else PackedPolicy(model)
+        self._loss = StepLoss(config.loss)
+        self._reference = self._frozen_reference()
         self._rank, self._ranks, self._group = 0, 1, None
         if mesh is not None and mesh.size() > 1:
             self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
             shard(self._policy, model.get_decoder().layers, mesh)
-        self.optimizer = make_optimizer(model, config.trainer)
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            if self._reference is not None:
+                shard(self._reference, self._reference.model.get_decoder().layers, mesh)
+        self.optimizer = make_optimizer(self._policy, config.trainer)
+        self._parameters = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
         self._device = self._parameters[0].device
         self._row_tokens = ROW_PER_HIDDEN * model.config.hidden_size
 
@@ -81,22 +109,41 @@ class Learner:
 
         Without a single trainable token on any rank the parameters stay as they are, the step still counts.
         Raises ``StalenessError`` for a token from the future, and ``DivergedError``, on all ranks alike and before
-        the parameters change, where the loss or the gradient is not finite.
+        the update changes the parameters, where the loss or the gradient is not finite. Of several updates per batch
+        those before it stand.
         """
+        bound = batch.version - batch.oldest_allowed
+        if bound < 0:
+            raise StalenessError(f"oldest_allowed {batch.oldest_allowed} is newer than the trainer at {batch.version}")
         started = time.perf_counter()
-        packs = [pack(micro, batch.version, batch.oldest_allowed, self._row_tokens) for micro in batch.micro_batches]
+        envs = environments(batch.stats)
+        parts = [
+            [self._laid_out(micro, batch, envs) for micro in part]
+            for part in split(batch.micro_batches, self.config.loss.updates_per_batch)
+        ]
+        diagnostics = Diagnostics(bound, self._device, self._rank, self._ranks, envs)
+        largest_norm, optimizer_seconds, trained = 0.0, 0.0, 0.0
+        rate = learning_rate(self.config.trainer, self.updates, self.config.steps)
         try:
-            diagnostics = self._forward_backward(batch, packs)
-            metrics, broken = diagnostics.reduce(self._group)
-            norm = gradient_norm(self._parameters, self._group)
-            self._check_finite(batch.step, metrics["policy/loss"], norm, broken)
-            halfway = time.perf_counter()
-            rate = self._update(norm, trained=metrics["trained_tokens"] > 0)
+            statistics = self._before(parts)
+            for update, part in enumerate(parts):
+                self._forward_backward(part, statistics, diagnostics)
+                metrics, broken = diagnostics.reduce(self._group)
+                norm = gradient_norm(self._parameters, self._group)
+                where = f"step {batch.step}" if update == 0 else f"step {batch.step}, update {update + 1}"
+                self._check_finite(where, metrics["policy/loss"], norm, broken, untouched=update == 0)
+                updating = time.perf_counter()
+                if metrics["trained_tokens"] > trained:
+                    self._update(norm, rate)
+                self.optimizer.zero_grad(set_to_none=True)
+                optimizer_seconds += time.perf_counter() - updating
+                largest_norm, trained = max(largest_norm, norm), metrics["trained_tokens"]
         finally:
             self.optimizer.zero_grad(set_to_none=True)
-        metrics["policy/grad_norm"], metrics["policy/lr"] = norm, rate
-        metrics["time/forward_backward"] = halfway - started
-        metrics["time/optimizer"] = time.perf_counter() - halfway
+        self.updates += 1
+        metrics["policy/grad_norm"], metrics["policy/lr"] = largest_norm, rate
+        metrics["time/forward_backward"] = time.perf_counter() - started - optimizer_seconds
+        metrics["time/optimizer"] = optimizer_seconds
         return metrics
 
     def score(self, token_ids: Sequence[int] | np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -105,7 +152,7 @@ class Learner:
         scores = np.zeros(len(tokens), dtype=np.float32)
         if len(tokens) > 1:
             with torch.no_grad():
-                logprobs, _ = self._policy(_scoring_row(tokens).to(self._device), temperature)
+                logprobs, *_ = self._policy(_scoring_row(tokens).to(self._device), temperature)
             reshard(self._policy)
             scores[1:] = logprobs.cpu().numpy()
         return scores
@@ -114,45 +161,77 @@ class Learner:
         """``(name, full tensor)`` of every parameter, gathered one at a time. Collective."""
         return full_parameters(self.model)
 
-    def _forward_backward(self, batch: RankBatch, packs: list[Packed]) -> Diagnostics:
-        bound = batch.version - batch.oldest_allowed
-        if bound < 0:
-            raise StalenessError(f"oldest_allowed {batch.oldest_allowed} is newer than the trainer at {batch.version}")
-        diagnostics = Diagnostics(bound, self._device, self._rank, self._ranks)
-        for index, packed in enumerate(packs, start=1):
-            accumulate_only(self._policy, on=index < len(packs))
-            on_device = packed.to(self._device)
-            logprobs, entropy = self._policy(on_device, self.config.sampling.temperature)
-            result = policy_loss(
-                self.config.loss, logprobs, on_device.behaviour, on_device.advantages, on_device.token_weights
-            )
-            # An empty micro-batch goes all the way too: the other ranks wait for this one in the collectives.
-            result.loss.backward()
-            diagnostics.add(
-                result, entropy, on_device.lag, on_device.trajectory, packed.trajectories, packed.masked_tokens
-            )
-        return diagnostics
+    def _frozen_reference(self) -> PackedPolicy | None:
+        """The policy that a KL term compares with, never trained: a copy of the start, or a checkpoint."""
+        where = self.config.loss.kl.reference
+        if not where:
+            return None
+        dtype = self.config.model.dtype
+        model = copy.deepcopy(self.model) if where == "initial" else load_model(where, dtype).eval()
+        return PackedPolicy(model.requires_grad_(False))
 
-    def _check_finite(self, step: int, loss: float, norm: float, broken: list[int]) -> None:
+    def _laid_out(self, groups: list[TrainGroup], batch: RankBatch, envs: list[str]) -> MicroBatch:
+        packed = pack(groups, batch.version, batch.oldest_allowed, self._row_tokens)
+        of_trajectory = [envs.index(g.env) if g.env in envs else -1 for g in groups for _ in g.trajectories]
+        truncated = [trajectory.truncated for group in groups for trajectory in group.trajectories]
+        return MicroBatch(
+            packed.to(self._device),
+            torch.tensor(of_trajectory, dtype=torch.int64, device=self._device),
+            torch.tensor(truncated, dtype=torch.bool, device=self._device),
+        )
+
+    def _before(self, parts: list[list[MicroBatch]]) -> Mapping[str, Tensor] | None:
+        """Log-probs of the policy before its first update and of the reference, where they are needed. Collective."""
+        every = [micro for part in parts for micro in part]
+        for policy, name, needed in (
+            (self._policy, "proximal", recomputes(self.config.loss)),
+            (self._reference, "reference", self._reference is not None),
+        ):
+            if not needed:
+                continue
+            assert policy is not None
+            with torch.no_grad():
+                for micro in every:
+                    logprobs, _, *values = policy(micro.packed, self.config.sampling.temperature)
+                    setattr(micro, name, logprobs)
+                    if values:
+                        (micro.values,) = values
+            reshard(policy)
+        self._loss.estimate(every, self._group)
+        self._loss.renormalise(every, self._group)
+        return self._loss.statistics(every, self._group)
+
+    def _forward_backward(
+        self, part: list[MicroBatch], statistics: Mapping[str, Tensor] | None, diagnostics: Diagnostics
+    ) -> None:
+        updates = self.config.loss.updates_per_batch
+        for index, micro in enumerate(part, start=1):
+            accumulate_only(self._policy, on=index < len(part))
+            logprobs, entropy, *values = self._policy(micro.packed, self.config.sampling.temperature)
+            result, columns = self._loss(micro, logprobs, statistics, *values)
+            # Of several updates each stands for the whole batch. An empty micro-batch goes all the way too: the other
+            # ranks wait for this one in the collectives.
+            (updates * result.loss).backward()
+            packed = micro.packed
+            before = logprobs.detach() if micro.proximal is None else micro.proximal
+            diagnostics.add(result, entropy, packed.lag, before, packed.masked_tokens, micro.envs, columns)
+
+    def _check_finite(self, where: str, loss: float, norm: float, broken: list[int], untouched: bool) -> None:
+        weights = "the weights are unchanged" if untouched else "the weights are those of the update before"
         if broken:
             ranks = ", ".join(map(str, broken))
-            raise DivergedError(f"step {step}: the loss on rank {ranks} is not finite; the weights are unchanged")
+            raise DivergedError(f"{where}: the loss on rank {ranks} is not finite; {weights}")
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(
-                f"step {step}: the gradient norm over all ranks is {norm} (loss {loss:.3g}, finite on every rank); "
-                "the weights are unchanged"
+                f"{where}: the gradient norm over all ranks is {norm} (loss {loss:.3g}, finite on every rank); "
+                f"{weights}"
             )
 
-    def _update(self, norm: float, trained: bool) -> float:
-        config = self.config.trainer
-        rate = learning_rate(config, self.updates, self.config.steps)
-        self.updates += 1
-        if trained:
-            clip_gradients(self._parameters, norm, config.max_grad_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        return rate
+    def _update(self, norm: float, rate: float) -> None:
+        clip_gradients(self._parameters, norm, self.config.trainer.max_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
 
 
 def _scoring_row(tokens: np.ndarray) -> Packed:

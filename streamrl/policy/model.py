@@ -52,8 +52,8 @@ TINY: Mapping[str, Any] = {
 
 _FINGERPRINTED_TASKS = 64
 _FROM_TOKENIZER = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
-_CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
-"""What is fetched of a model on the hub; no pickled weights."""
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+"""What is fetched of a model on the hub, and kept of a run's first checkpoint; no pickled weights."""
 
 
 def prepare_model(config: Config, tasks: Pairs | None, progress: Progress) -> Path:
@@ -113,7 +113,7 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = snapshot_download(name, allow_patterns=list(_CHECKPOINT_FILES))
+        folder = snapshot_download(name, allow_patterns=list(CHECKPOINT_FILES))
     except Exception as error:  # the hub client raises a dozen unrelated types; each means: no model
         reason = " ".join(str(error).split())
         raise ConfigError(

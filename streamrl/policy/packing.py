@@ -55,9 +55,13 @@ class Packed:
     """int64 ``[N]``, trainer's version − the token's version."""
     trajectory: Tensor
     """int64 ``[N]``, which trajectory of the micro-batch."""
+    turns_left: Tensor
+    """int64 ``[N]``, turns of the trajectory after the token's own; a turn is a run of sampled tokens."""
     trajectories: int
     masked_tokens: int
     """Sampled tokens over the lag bound, which are not among the N."""
+    masked_weight: float
+    """Loss weight of those."""
 
     def attention_mask(self) -> Tensor:
         """bool ``[R, 1, L, L]``, True where the query (third axis) may attend to the key.
@@ -105,8 +109,10 @@ def pack(groups: list[TrainGroup], version: int, oldest_allowed: int, row_tokens
         token_weights=torch.from_numpy(token_weights),
         lag=torch.from_numpy(version - targets.version),
         trajectory=torch.from_numpy(targets.trajectory),
+        turns_left=torch.from_numpy(targets.turns_left),
         trajectories=len(trajectories),
         masked_tokens=targets.masked,
+        masked_weight=float(np.concatenate([np.zeros(0), *(g.token_weights for g in groups)]) @ targets.masked_counts),
     )
 
 
@@ -119,7 +125,10 @@ class _Targets:
     token: np.ndarray
     behaviour: np.ndarray
     version: np.ndarray
+    turns_left: np.ndarray
     masked: int
+    masked_counts: np.ndarray
+    """By trajectory."""
 
 
 def _targets(trajectories: list[Trajectory], version: int, oldest_allowed: int) -> _Targets:
@@ -141,13 +150,19 @@ def _targets(trajectories: list[Trajectory], version: int, oldest_allowed: int) 
     tokens = np.concatenate([np.zeros(0, dtype=np.int32), *(t.tokens for t in trajectories)])
     behaviour = np.concatenate([np.zeros(0, dtype=np.float32), *(t.behaviour for t in trajectories)])
     kept = sampled[fresh]
+    opens = np.diff(trajectory, prepend=-1) != 0
+    turn = np.cumsum(opens | (np.diff(position, prepend=0) != 1))
+    last = np.zeros(len(trajectories), dtype=np.int64)
+    np.maximum.at(last, trajectory, turn)
     return _Targets(
         trajectory=trajectory[fresh],
         position=position[fresh],
         token=tokens[kept].astype(np.int64),
         behaviour=behaviour[kept].astype(np.float32),
         version=versions[fresh],
+        turns_left=(last[trajectory] - turn)[fresh],
         masked=int(len(versions) - len(kept)),
+        masked_counts=np.bincount(trajectory[~fresh], minlength=len(trajectories)),
     )
 
 

@@ -90,6 +90,20 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def gather_rows(table: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows ``[N_rank, K]`` of all ranks, one rank after the other, ``[ΣN, K]``. Collective; equal on all ranks."""
+    if group is None:
+        return table
+    size = torch.tensor([len(table)], device=table.device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    longest = max(int(each) for each in sizes)
+    padded = torch.cat([table, table.new_zeros(longest - len(table), table.shape[1])])
+    every = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(every, padded, group=group)
+    return torch.cat([rows[: int(count)] for rows, count in zip(every, sizes, strict=True)])
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, or the tensor itself where nothing is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -80,6 +80,13 @@ class ActorSpec(msgspec.Struct, frozen=True):
     config: Config
     model: str = ""
     """Folder of the initial checkpoint; empty for the actor that prepares it."""
+    endpoints: dict[str, str] = {}
+    """Addresses of planes that are not ``ipc://`` sockets in the run's folder."""
+
+    @property
+    def holder(self) -> str:
+        """The name of its leases: what a dead incarnation held is not its successor's."""
+        return f"{self.name}.{self.incarnation}"
 
     @property
     def identity(self) -> bytes:
@@ -87,8 +94,8 @@ class ActorSpec(msgspec.Struct, frozen=True):
         return f"{self.name}#{self.incarnation}".encode()
 
     def endpoint(self, plane: str) -> str:
-        """``ipc://`` address of the ``control``, ``queue`` or ``sync`` plane of this run."""
-        return f"ipc://{self.ipc_dir}/{plane}"
+        """Address of the ``control``, ``queue``, ``store-N`` or ``sync`` plane of this run."""
+        return self.endpoints.get(plane, f"ipc://{self.ipc_dir}/{plane}")
 
     @property
     def log_path(self) -> Path:

@@ -16,6 +16,8 @@ class Member:
     spec: ActorSpec
     pid: int = 0
     host: str = ""
+    endpoint: str = ""
+    """Where it serves, once it is ready; empty for an actor that does not."""
     state: State = State.STARTING
     waiting_for: str = ""
     waiting_s: float = 0.0

@@ -34,9 +34,11 @@ from streamrl.runtime.actor import ActorSpec
 KINDS = {
     "preparer": "streamrl.actors.preparer:Preparer",
     "buffer": "streamrl.actors.buffer:Buffer",
+    "store": "streamrl.actors.store:Store",
     "trainer": "streamrl.actors.trainer:Trainer",
     "rollouter": "streamrl.actors.rollouter:Rollouter",
     "evaluator": "streamrl.actors.evaluator:Evaluator",
+    "replayer": "streamrl.actors.replayer:Replayer",
 }
 PRELOAD = (
     "torch",

@@ -49,6 +49,8 @@ class Supervisor(ABC):
         self._event = event
         self._on_change = on_change
         self._model = ""
+        self._endpoints: dict[str, str] = {}
+        """Addresses of planes that chose their own, for the actors that start later."""
         self._started = False
         """All actors are ready and were told to start."""
         self._last_progress = time.monotonic()
@@ -68,12 +70,16 @@ class Supervisor(ABC):
         """A message from a live actor."""
 
     @abstractmethod
-    async def _membership_changed(self) -> None:
-        """A replaceable actor went or came."""
+    def _replaceable(self, kind: str) -> bool:
+        """Whether a new process can take the place of a dead actor of this kind."""
 
     @abstractmethod
     async def _bereaved(self, member: Member) -> None:
         """A replaceable actor died; called before its replacement is started."""
+
+    @abstractmethod
+    async def _replaced(self, member: Member) -> None:
+        """The replacement of an actor was told to start."""
 
     async def run(self) -> None:
         """The phases, from the first to the last; raises the first failure. Leaves no process behind."""
@@ -107,7 +113,7 @@ class Supervisor(ABC):
     async def _spawn(self, kind: str, name: str, index: int, incarnation: int = 0) -> Member:
         spec = ActorSpec(
             kind=kind, name=name, incarnation=incarnation, index=index, run_dir=str(self._run_dir),
-            ipc_dir=self._ipc_dir, config=self.config, model=self._model,
+            ipc_dir=self._ipc_dir, config=self.config, model=self._model, endpoints=self._endpoints,
         )  # fmt: skip
         member = self.membership.add(spec)
         await self._spawner.spawn(spec)
@@ -127,14 +133,14 @@ class Supervisor(ABC):
         self._wake()
 
     async def _lost(self, member: Member, code: int) -> None:
-        """Replace a rollouter; end the run for any other actor, whose state cannot be rebuilt."""
+        """Replace an actor that can be; end the run for any other, whose state cannot be rebuilt."""
         if member.spec.kind == "rollouter" and member.stopping:
             return  # its work was done; the event says how it ended
         if code > 0:  # it left by itself: its last words come by another socket than the news of its death
             with contextlib.suppress(errors.DeadlineExceeded):
                 await self._until(lambda: member.failure is not None, LAST_WORDS_S, "its last words")
         reason = member.failure.reason if member.failure else _describe_exit(code)
-        replaceable = member.spec.kind == "rollouter" and self._started and not _is_final(member.failure)
+        replaceable = self._replaceable(member.spec.kind) and self._started and not _is_final(member.failure)
         if not replaceable:
             self._fail(_as_error(member, reason))
         elif self.membership.restarts >= self.config.liveness.max_restarts:
@@ -155,7 +161,7 @@ class Supervisor(ABC):
             fields = {"incarnation": replacement.spec.incarnation}
             self._event("actor_restarted", fields, spec.name, replacement.pid, replacement.host)
             await self._send(replacement, Start())
-            await self._membership_changed()
+            await self._replaced(replacement)
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         """Own a task whose failure is the run's failure."""
@@ -253,7 +259,7 @@ def _describe_exit(code: int) -> str:
 
 def _is_final(failure: Failed | None) -> bool:
     """True for failures that a fresh process would meet again."""
-    final = (errors.ConfigError, errors.EnvironmentFailed, errors.ParityError)
+    final = (errors.ConfigError, errors.EnvironmentFailed, errors.ParityError, errors.JournalError)
     return failure is not None and issubclass(_error_class(failure), final)
 
 

@@ -26,6 +26,7 @@ import zmq.asyncio
 from streamrl.errors import WeightSyncError, WireError
 from streamrl.sync import messages as wire
 from streamrl.sync.arena import Arena, NamedTensors
+from streamrl.sync.digest import weights_digest
 from streamrl.sync.manifest import Manifest
 from streamrl.sync.roster import Roster
 from streamrl.sync.update import Order, Orders, Phase, Step, Update
@@ -244,6 +245,7 @@ class Publisher:
             if not update.private:
                 self.current_version = update.version
             self._drop(running)
+            fields["weights"] = weights_digest(self.manifest, running.digests)
             self._on_event("version_committed", fields)
             self._leave_behind(update.failures)
         else:

@@ -1,197 +1,177 @@
-"""The wire: round trips of any trajectories, views instead of copies, and ``WireError`` for everything malformed."""
+"""Messages as frames: bundles, checksums, limits, and ``WireError`` for everything malformed."""
 
 from __future__ import annotations
-
-import copy
-import math
 
 import msgspec
 import numpy as np
 import pytest
-from buffer_support import trajectory
+from codec_support import groups, same_group, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.buffers import codec
-from streamrl.buffers.messages import SCHEMA, Header, PutRequest, Status
+from streamrl.buffers.wire import codec
+from streamrl.buffers.wire.groups import check_group, pack_group, unpack_group
+from streamrl.buffers.wire.messages import SCHEMA, FailRequest, Header, LeaseRequest, PutRequest, Status
+from streamrl.buffers.wire.payload import Frame, Payload
 from streamrl.errors import WireError
-from streamrl.types import Group, RankBatch, TrainGroup, Trajectory
-
-finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
+from streamrl.types import Group
 
 
-@st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
-    length = draw(st.sampled_from([0, 1, 2, 7, 40]))
-    sampled = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), dtype=bool)
-    spans, left = [], int(sampled.sum())
-    while left:
-        count = draw(st.integers(1, left))
-        spans.append((draw(st.integers(0, 2**40)), count))
-        left -= count
-    return Trajectory(
-        tokens=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), dtype=np.int32),
-        sampled=sampled,
-        behaviour=np.array(draw(st.lists(finite, min_size=length, max_size=length)), dtype=np.float32),
-        versions=spans,
-        reward=draw(finite),
-        turns=draw(st.integers(0, 9)),
-        truncated=draw(st.booleans()),
-        metrics=draw(st.dictionaries(st.text(max_size=5), finite, max_size=2)),
-    )
+def message(group: Group | None = None, request: int = 5, *, checksum: bool = False) -> list[Frame]:
+    both = [trajectory([(4, 2), (5, 1)]), trajectory([(5, 2)], columns={"router": np.arange(6).reshape(3, 2)})]
+    meta, payload = pack_group(group or Group(0, 0, "sums", both))
+    return codec.encode(PutRequest(meta), request, 1.5, payload.frames, checksum=checksum)
 
 
-groups = st.builds(
-    Group, st.integers(0, 2**50), st.integers(0, 2**50), st.text(max_size=9), st.lists(trajectories(), max_size=4)
-)
+def received(frames: list[Frame]) -> Group | None:
+    """What a buffer does with a put: decode, check, unpack."""
+    header, payload = codec.decode(frames)
+    if not isinstance(header.body, PutRequest):
+        return None
+    check_group(header.body.group, Payload(payload))
+    return unpack_group(header.body.group, Payload(payload))
 
 
-def same(a: Trajectory, b: Trajectory) -> bool:
-    arrays = all(
-        x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in ((a.tokens, b.tokens), (a.sampled, b.sampled), (a.behaviour, b.behaviour))
-    )
-    rest = [(t.versions, t.reward, t.turns, t.truncated, t.metrics) for t in (a, b)]
-    return arrays and rest[0] == rest[1]
-
-
-def over_the_wire(group: Group) -> Group:
-    body, tensors = codec.pack_group(group)
-    header, received = codec.decode(codec.encode(body, 5, 1.5, tensors))
+@given(groups(), st.booleans())
+def test_any_group_survives_the_wire(group: Group, checksum: bool) -> None:
+    frames = message(group, checksum=checksum)
+    header, _ = codec.decode(frames)
     assert (header.request, header.sent_s) == (5, 1.5)
-    assert isinstance(header.body, PutRequest)
-    return codec.unpack_group(header.body, received)
+    assert (header.checksum is not None) == checksum
+    got = received(frames)
+    assert got is not None and same_group(got, group)
 
 
-@given(groups)
-def test_any_group_survives_the_wire(group: Group) -> None:
-    received = over_the_wire(group)
-    assert (received.lease, received.prompt, received.env) == (group.lease, group.prompt, group.env)
-    assert len(received.trajectories) == len(group.trajectories)
-    assert all(same(a, b) for a, b in zip(group.trajectories, received.trajectories, strict=True))
+def test_payload_frames_pass_both_ways_as_they_are() -> None:
+    payload: list[Frame] = [b"abc", memoryview(b"defg"), b""]
+    frames = codec.encode(Status("x"), 0, 0.0, payload)
+    assert all(sent is given for sent, given in zip(frames[1:], payload, strict=True))
+    assert all(came is sent for came, sent in zip(codec.decode(frames)[1], payload, strict=True))
 
 
-@given(st.lists(st.lists(groups, max_size=2), max_size=3), st.data())
-def test_any_batch_survives_the_wire(layout: list[list[Group]], data: st.DataObject) -> None:
-    def numbers(group: Group) -> np.ndarray:
-        size = len(group.trajectories)
-        return np.array(data.draw(st.lists(finite, min_size=size, max_size=size)), dtype=np.float64)
-
-    micro_batches = [
-        [TrainGroup(g.lease, g.env, g.trajectories, numbers(g), numbers(g)) for g in micro_batch]
-        for micro_batch in layout
-    ]
-    batch = RankBatch(3, 7, -1, micro_batches, {"reward/mean": 0.5})
-    body, tensors = codec.pack_batch(batch)
-    header, received = codec.decode(codec.encode(body, 0, 0.0, tensors))
-    got = codec.unpack_batch(header.body, received)  # type: ignore[arg-type]
-    assert (got.step, got.version, got.oldest_allowed, got.stats) == (3, 7, -1, {"reward/mean": 0.5})
-    assert [len(x) for x in got.micro_batches] == [len(x) for x in micro_batches]
-    for sent, came in zip(sum(micro_batches, []), sum(got.micro_batches, []), strict=True):
-        assert (sent.lease, sent.env) == (came.lease, came.env)
-        np.testing.assert_array_equal(sent.advantages, came.advantages)
-        np.testing.assert_array_equal(sent.token_weights, came.token_weights)
-        assert all(same(a, b) for a, b in zip(sent.trajectories, came.trajectories, strict=True))
-
-
-def test_a_message_has_seven_frames_whatever_the_size_of_the_group() -> None:
+def test_a_group_of_small_arrays_is_two_frames_whatever_its_size() -> None:
     for count in (1, 50):
-        body, tensors = codec.pack_group(Group(0, 0, "sums", [trajectory([(0, 2)])] * count))
-        assert len(codec.encode(body, 0, 0.0, tensors)) == 7
+        assert len(message(Group(0, 0, "sums", [trajectory([(0, 2)])] * count))) == 2
 
 
-def test_large_tensors_are_sent_and_received_without_a_copy_and_small_ones_with_one() -> None:
-    large, small = np.arange(codec.COPY_BELOW_BYTES, dtype=np.int32), np.arange(3, dtype=np.int32)
-    frames = codec.encode(Status("x"), 0, 0.0, {"large": large, "small": small})
-    assert np.shares_memory(np.frombuffer(frames[1], dtype=np.int32), large)
-    assert isinstance(frames[2], bytes)
-    _, tensors = codec.decode(frames)
-    assert np.shares_memory(tensors["large"], large)
+# Bundles ------------------------------------------------------------------------------------------------------------
 
 
-def test_received_arrays_are_read_only() -> None:
-    received = over_the_wire(Group(0, 0, "sums", [trajectory([(0, 2)])])).trajectories[0]
-    for array in (received.tokens, received.sampled, received.behaviour):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1
+@given(st.lists(st.lists(st.binary(max_size=5), max_size=4), max_size=5))
+def test_a_bundle_comes_apart_into_its_messages(payloads: list[list[bytes]]) -> None:
+    messages = [codec.encode(Status("x"), number, 0.0, payload) for number, payload in enumerate(payloads)]
+    apart = [codec.decode(frames) for frames in codec.split(sum(messages, []))]
+    assert [(header.request, payload) for header, payload in apart] == list(enumerate(payloads))
 
 
-def message(group: Group | None = None) -> tuple[PutRequest, codec.Tensors]:
-    both = [trajectory([(4, 2), (5, 1)]), trajectory([(5, 2)])]
-    return codec.pack_group(group or Group(0, 0, "sums", both))
+def outcomes(frames: list[Frame]) -> list[int | str]:
+    """Per message of a bundle, its request id, or the id and why it was refused."""
+    results: list[int | str] = []
+    for one in codec.split(frames):
+        try:
+            results.append(codec.decode(one)[0].request)
+        except WireError as error:
+            results.append(f"{codec.request_id(one)}: {error}")
+    return results
 
 
-BREAKAGES = {
-    "a token below 0": ("tokens", lambda a: a.__setitem__(0, -1), "column tokens: expected ids from 0"),
-    "a sampled byte of 2": ("sampled", lambda a: a.view(np.uint8).__setitem__(0, 2), "expected bytes 0 or 1"),
-    "an infinite log-prob": ("behaviour", lambda a: a.__setitem__(0, -np.inf), "expected finite log-probs"),
-    "a reward that is not a number": ("rewards", lambda a: a.__setitem__(0, np.nan), "expected finite numbers"),
-    "a version below 0": ("spans", lambda a: a.__setitem__((0, 0), -1), "expected versions from 0"),
-    "an empty span": ("spans", lambda a: a.__setitem__((0, 1), 0), "expected counts from 1"),
-    "spans of more tokens than were sampled": ("spans", lambda a: a.__setitem__((1, 1), 2), "sum to the sampled"),
-    "a span that belongs to the other trajectory": (
-        "rows",
-        lambda a: a[:, 1].__setitem__(slice(None), [1, 2]),
-        "sum to the sampled",
-    ),
-    "lengths over the columns": ("rows", lambda a: a.__setitem__((0, 0), 2**62), "lengths within the columns"),
-    "lengths under the columns": ("rows", lambda a: a.__setitem__((0, 0), 5), "lengths that sum to 11 tokens"),
-    "a length below 0": ("rows", lambda a: a.__setitem__((0, 0), -6), "expected numbers from 0"),
-}
-
-
-@pytest.mark.parametrize("what", BREAKAGES)
-def test_columns_that_contradict_each_other_are_refused(what: str) -> None:
-    column, damage, expected = BREAKAGES[what]
-    body, tensors = message()
-    damage(tensors[column])
-    with pytest.raises(WireError, match=expected):
-        codec.unpack_group(body, tensors)
+def test_a_malformed_message_harms_no_other_of_its_bundle() -> None:
+    bad_body = [msgspec.msgpack.encode([SCHEMA, 7, 0.0, {"type": "nonsense"}, [2]]), b"ab"]
+    bad_sum = message(request=8, checksum=True)
+    bad_sum[1] = bytes(len(bad_sum[1]))
+    bad_size = [msgspec.msgpack.encode([SCHEMA, 9, 0.0, {"type": "status", "status": "x"}, [2]]), b"abc"]
+    good = message(request=5)
+    got = outcomes([*good, *bad_body, *good, *bad_sum, *good, *bad_size, *good])
+    assert got[::2] == [5, 5, 5, 5]
+    assert [str(one).split(":")[0] for one in got[1::2]] == ["7", "8", "9"]
+    for one, expected in zip(got[1::2], ("Invalid value 'nonsense'", "the checksum", "expected 2 bytes"), strict=True):
+        assert expected in str(one)
 
 
 @pytest.mark.parametrize(
-    ("spec", "frame", "expected"),
+    ("header", "expected"),
     [
-        (("tokens", "|O", [1]), b"12345678", "expected a dtype of"),
-        (("tokens", "<i4", [2]), b"1234", r"expected <i4 \[2\] to fill its frame of 4 bytes"),
-        (("tokens", "<i4", [-1]), b"", "sizes from 0"),
-        (("tokens", "<i4", [2**40, 2**40]), b"", "to fill its frame"),
-        (("tokens", "<i4", [1, 1, 1]), b"1234", "one or two sizes"),
+        (b"\xc1", "-1: header: "),
+        (msgspec.msgpack.encode([SCHEMA + 1, 7]), f"7: header: expected schema {SCHEMA}"),
+        (
+            msgspec.msgpack.encode([SCHEMA, 7, 0.0, {"type": "status", "status": "x"}, [1] * 9]),
+            "7: message: expected 9",
+        ),
     ],
 )
-def test_a_tensor_must_be_what_its_header_says(spec: tuple[str, str, list[int]], frame: bytes, expected: str) -> None:
-    header = msgspec.msgpack.encode(Header(SCHEMA, 0, 0.0, Status("x"), [spec]))
+def test_what_follows_a_header_that_cannot_be_trusted_is_refused_as_one_message(header: bytes, expected: str) -> None:
+    got = outcomes([*message(), header, b"a", *message()])
+    assert got[0] == 5 and len(got) == 2
+    assert str(got[1]).startswith(expected)
+
+
+# Checksums and sizes ------------------------------------------------------------------------------------------------
+
+
+def test_a_checksum_catches_every_changed_byte_of_the_payload() -> None:
+    frames = message(checksum=True)
+    for at in range(1, len(frames)):
+        for index in range(len(frames[at])):
+            damaged = bytearray(frames[at])
+            damaged[index] ^= 1 << index % 8
+            with pytest.raises(WireError, match="expected the checksum of its header"):
+                codec.decode([*frames[:at], bytes(damaged), *frames[at + 1 :]])
+
+
+@given(st.binary(min_size=1, max_size=40), st.data())
+def test_a_checksum_catches_any_other_bytes_of_the_same_sizes(payload: bytes, data: st.DataObject) -> None:
+    other = data.draw(st.binary(min_size=len(payload), max_size=len(payload)).filter(lambda other: other != payload))
+    header, _ = codec.encode(Status("x"), 0, 0.0, [payload], checksum=True)
+    with pytest.raises(WireError, match="expected the checksum"):
+        codec.decode([header, other])
+
+
+def test_a_checksum_covers_the_frames_in_their_order() -> None:
+    header, *_ = codec.encode(Status("x"), 0, 0.0, [b"ab", b"cd"], checksum=True)
+    assert codec.decode([header, b"ab", b"cd"])[1] == [b"ab", b"cd"]
+    with pytest.raises(WireError, match="expected the checksum"):
+        codec.decode([header, b"cd", b"ab"])
+
+
+def test_frames_are_counted_and_measured() -> None:
+    header, *_ = codec.encode(Status("x"), 0, 0.0, [b"ab", b"cde"])
+    for payload, expected in (
+        ([b"ab"], "expected 2 payload frames as its header says, got 1"),
+        ([b"ab", b"cde", b""], "expected 2 payload frames as its header says, got 3"),
+        ([b"ab", b"cd"], "payload frame 1: expected 3 bytes as the header says, got 2"),
+        ([b"cde", b"ab"], "payload frame 0: expected 2 bytes as the header says, got 3"),
+    ):
+        with pytest.raises(WireError, match=expected):
+            codec.decode([header, *payload])
+    with pytest.raises(WireError, match="expected 1 to 16385 frames, got 0"):
+        codec.decode([])
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("MAX_FRAME_BYTES", "largest frame: expected at most 10 bytes"),
+        ("MAX_MESSAGE_BYTES", "message: expected at most 10 bytes"),
+        ("MAX_HEADER_BYTES", "header: expected at most 10 bytes"),
+        ("MAX_FRAMES", "message: expected 1 to 11 frames, got 12"),
+    ],
+)
+def test_limits_hold_on_both_ends(monkeypatch: pytest.MonkeyPatch, limit: str, expected: str) -> None:
+    frames = codec.encode(Status("x"), 0, 0.0, [b"", bytes(500), *[b""] * 9])
+    monkeypatch.setattr(codec, limit, 10)
     with pytest.raises(WireError, match=expected):
-        codec.decode([header, frame])
+        codec.encode(Status("x"), 0, 0.0, frames[1:])
+    with pytest.raises(WireError, match=expected):
+        codec.decode(frames)
 
 
-def test_a_missing_column_is_named() -> None:
-    body, tensors = message()
-    del tensors["spans"]
-    with pytest.raises(WireError, match="expected tokens <i4, .* spans <i8"):
-        codec.unpack_group(body, tensors)
+def test_a_header_over_its_limit_is_not_read_for_splitting_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [*message(), *message()]
+    monkeypatch.setattr(codec, "MAX_HEADER_BYTES", 10)
+    assert [len(one) for one in codec.split(frames)] == [4]
 
 
-def test_a_column_of_the_wrong_type_is_refused() -> None:
-    body, tensors = message()
-    tensors["tokens"] = tensors["tokens"].astype(np.float32)
-    with pytest.raises(WireError, match="expected tokens <i4"):
-        codec.unpack_group(body, tensors)
-
-
-def test_metrics_come_for_every_trajectory_or_none() -> None:
-    body, tensors = message()
-    body.metrics = [{"hops": 1.0}]
-    with pytest.raises(WireError, match="expected none or 2"):
-        codec.unpack_group(body, tensors)
-
-
-def test_a_batch_must_account_for_every_trajectory() -> None:
-    part = TrainGroup(0, "sums", [trajectory([(0, 2)])], np.ones(1), np.ones(1))
-    body, tensors = codec.pack_batch(RankBatch(0, 0, 0, [[part]], {}))
-    body.micro_batches = [[(0, "sums", 2)]]
-    with pytest.raises(WireError, match="one per trajectory"):
-        codec.unpack_batch(body, tensors)
+# Headers ------------------------------------------------------------------------------------------------------------
 
 
 def test_another_schema_version_is_named_even_if_its_header_looks_different() -> None:
@@ -202,47 +182,39 @@ def test_another_schema_version_is_named_even_if_its_header_looks_different() ->
         assert codec.request_id(frames) == 4
 
 
-def test_size_limits_hold_on_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    body, tensors = message()
-    frames = codec.encode(body, 0, 0.0, tensors)
-    for limit, expected in (
-        ("MAX_FRAME_BYTES", "largest frame"),
-        ("MAX_MESSAGE_BYTES", "message"),
-        ("MAX_HEADER_BYTES", "header"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(codec, limit, 10)
-            for attempt in (lambda: codec.encode(body, 0, 0.0, tensors), lambda: codec.decode(frames)):
-                with pytest.raises(WireError, match=f"{expected}: expected at most 10 bytes"):
-                    attempt()
+def test_text_that_is_not_unicode_and_huge_numbers_are_refused_by_the_sender() -> None:
+    for body in (Status("\ud800"), FailRequest(1 << 70, "", "")):
+        with pytest.raises(WireError, match="header: expected Unicode text and 64-bit numbers"):
+            codec.encode(body, 0, 0.0)
 
 
-def test_arrays_of_one_trajectory_must_have_one_length() -> None:
-    bad = trajectory([(0, 2)])
-    bad.tokens = bad.tokens[:-1]
-    with pytest.raises(WireError, match="trajectory 0: tokens, sampled, behaviour differ in length"):
-        codec.pack_group(Group(0, 0, "sums", [bad]))
+def test_a_header_out_of_range_says_where() -> None:
+    header = msgspec.msgpack.encode(Header(SCHEMA, 0, 0.0, LeaseRequest(0)))
+    with pytest.raises(WireError, match=r"header: Expected `int` >= 1 - at `\$\[3\]\.count`"):
+        codec.decode([header])
 
 
-def _try(frames: list[bytes]) -> None:
-    codec.request_id(frames)
-    header, tensors = codec.decode(frames)
-    if isinstance(header.body, PutRequest):
-        group = codec.unpack_group(header.body, tensors)
-        assert all(math.isfinite(t.reward) for t in group.trajectories)
+@pytest.mark.parametrize(
+    "header", [b"\x95\x01" + b"\x91" * 100_000, b"\x95\x02\x01\xcb" + bytes(8) + b"\x81\xa1a" * 100_000]
+)
+def test_a_deeply_nested_header_is_refused(header: bytes) -> None:
+    assert len(list(codec.split([header, b""]))) == 1
+    with pytest.raises(WireError):
+        codec.decode([header])
 
 
-@settings(max_examples=300)
-@given(st.data())
-def test_damaged_frames_raise_nothing_but_wire_errors(data: st.DataObject) -> None:
-    body, tensors = message()
-    frames = [bytes(frame) for frame in codec.encode(body, 1, 2.0, copy.deepcopy(tensors))]
+# Damage -------------------------------------------------------------------------------------------------------------
+
+
+def damaged(frames: list[Frame], data: st.DataObject, first: int) -> list[Frame]:
+    """Up to four accidents that befall the frames from ``first`` on."""
+    frames = list(frames)
     for _ in range(data.draw(st.integers(1, 4))):
-        if not frames:
+        if len(frames) <= first:
             break
-        at = data.draw(st.integers(0, len(frames) - 1))
+        at = data.draw(st.integers(first, len(frames) - 1))
         frame = bytearray(frames[at])
-        match data.draw(st.sampled_from(["flip", "cut", "grow", "drop", "repeat", "replace"])):
+        match data.draw(st.sampled_from(["flip", "cut", "grow", "drop", "repeat", "replace", "swap"])):
             case "flip" if frame:
                 frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
                 frames[at] = bytes(frame)
@@ -256,19 +228,38 @@ def test_damaged_frames_raise_nothing_but_wire_errors(data: st.DataObject) -> No
                 frames.insert(at, bytes(frame))
             case "replace":
                 frames[at] = data.draw(st.binary(max_size=64))
-    try:
-        _try(frames)
-    except WireError as error:
-        assert "\n" not in str(error)
+            case "swap":
+                other = data.draw(st.integers(first, len(frames) - 1))
+                frames[at], frames[other] = frames[other], frames[at]
+    return frames
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_damaged_frames_raise_nothing_but_wire_errors(data: st.DataObject) -> None:
+    for one in codec.split(damaged([*message(), *message()], data, 0)):
+        codec.request_id(one)
+        try:
+            received(one)
+        except WireError as error:
+            assert "\n" not in str(error)
 
 
 @settings(max_examples=200)
-@given(st.lists(st.binary(max_size=80), max_size=4))
+@given(groups(), st.data())
+def test_a_damaged_payload_with_a_checksum_is_refused_or_unchanged(group: Group, data: st.DataObject) -> None:
+    frames = message(group, checksum=True)
+    try:
+        got = received(damaged(frames, data, 1))
+    except WireError as error:
+        assert "\n" not in str(error)
+    else:
+        assert got is not None and same_group(got, group)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
 def test_arbitrary_bytes_raise_nothing_but_wire_errors(frames: list[bytes]) -> None:
-    with pytest.raises(WireError):
-        _try(frames)
-
-
-def test_a_deeply_nested_header_is_refused() -> None:
-    with pytest.raises(WireError):
-        codec.decode([b"\x95\x01" + b"\x91" * 100_000])
+    for one in codec.split(frames):
+        with pytest.raises(WireError):
+            received(one)

@@ -7,13 +7,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from scripted import play, says, settings
 
 from streamrl.envs.environment import load_environment
 from streamrl.envs.group import GroupResult
+from streamrl.envs.rewards import MAX_COLUMNS, METADATA_BYTES, METADATA_DEPTH, RESERVED
 from streamrl.errors import ConfigError
+from streamrl.schema import Config
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
 SNIPPETS = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, flags=re.DOTALL))
@@ -85,3 +88,19 @@ def test_the_failure_shown_is_what_a_mistake_in_the_snippet_gives(folder: Path) 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_every_environment_of_the_table_loads(name: str) -> None:
     assert load_environment(settings(name)).task(0).prompt
+
+
+def test_the_snippet_with_columns_brings_them_along() -> None:
+    result = run("env=spelling:Spelling", "1$")
+    assert result.group is not None
+    for trajectory in result.group.trajectories:
+        assert trajectory.columns["right"].dtype == np.bool_
+        assert trajectory.metadata["lengths"] == [1, len(trajectory.metadata["answer"])]
+
+
+def test_the_bounds_and_names_of_the_page_are_those_that_hold() -> None:
+    assert f"At most {MAX_COLUMNS}." in PAGE
+    assert f"nested up to {METADATA_DEPTH} deep and up to {METADATA_BYTES >> 10} KiB" in PAGE
+    names = re.search(r"The names\s+`(\w+)`, `(\w+)` and `(\w+)` are taken", PAGE)
+    assert names is not None and set(names.groups()) == RESERVED
+    assert f"({Config().group.min_size} by default)" in PAGE

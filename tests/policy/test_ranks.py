@@ -18,6 +18,7 @@ from learner_cases import batch, group, settings, tiny_model, trajectory, varied
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from streamrl.config import load_config
 from streamrl.errors import DivergedError
 from streamrl.policy.learner import Learner
 from streamrl.policy.parallel import close_ranks, init_ranks
@@ -26,13 +27,24 @@ from streamrl.types import TrainGroup
 DEADLINE_S = 120.0
 CLIP = 0.05
 SCORED = trajectory("abcdef", "ghij").tokens
+OBJECTIVES = {
+    "m2po": ["loss.clip_low=0.01", "loss.clip_high=0.01"],
+    "tis": ["loss.correction.opsm=0.1", "loss.correction.renormalise=true"],
+    "kl_cov": ["loss.cov_share=0.2", "loss.pull=1.0"],
+    "gspo": ["loss.kl.coefficient=0.1", "loss.kl.reference=initial", "loss.correction.opsm=0.1"],
+    "decoupled_ppo": ["loss.weight_cap=1.2"],
+    "sapo": ["loss.advantage=gae", "loss.kl.coefficient=0.1", "loss.kl.reference=initial", "loss.kl.place=reward"],
+}
+"""A batch-wide statistic, a reference policy, a pass before the update with several updates, a value head."""
 CASES = [(2, False), (4, True)]
 """(ranks, tied embedding and head)"""
 
 
 def shares(ranks: int) -> list[list[list[TrainGroup]]]:
     """Micro-batches per rank: the same six groups, uneven, with empty ones first, between and last."""
-    a, b, c, d, e, f = varied_groups()
+    a, b, c, d, e, f = groups = varied_groups()
+    for lease, each in enumerate(groups):
+        each.lease = lease
     c1 = TrainGroup(c.lease, c.env, c.trajectories[:1], c.advantages[:1], c.token_weights[:1])
     c2 = TrainGroup(c.lease, c.env, c.trajectories[1:], c.advantages[1:], c.token_weights[1:])
     four = [[[a, b], [], [c1]], [[], [c2], []], [[d], [e], []], [[], [], [f]]]
@@ -61,9 +73,19 @@ def observe(mesh, ranks: int, rank: int, tied: bool) -> dict:
     seen["nothing"] = learner.step(batch([], [group(trajectory("ab", "cd", versions=[(1, 2)]))] if rank == 0 else []))
     seen["diverged"] = diverge(learner, rank, last=ranks - 1)
     seen["after"] = learner.step(batch(*shares(ranks)[rank], version=7))
+    seen["objectives"] = {name: objective(name, mesh, shares(ranks)[rank], tied) for name in OBJECTIVES}
     seen["parameters"] = {name: tensor.clone() for name, tensor in learner.full_parameters()}
     seen["dtypes"] = {parameter.dtype for parameter in model.parameters()}
     return seen
+
+
+def objective(name: str, mesh, micro_batches: list[list[TrainGroup]], tied: bool) -> dict:
+    """Metrics and parameters after a step of a loss that needs more than one forward pass."""
+    config = settings(eps=0.1)
+    config.loss = load_config(None, [f"loss={name}", *OBJECTIVES[name]]).loss
+    learner = Learner(config, tiny_model(tied), mesh)
+    metrics = learner.step(batch(*micro_batches))
+    return {"metrics": metrics, "parameters": {name: tensor.clone() for name, tensor in learner.full_parameters()}}
 
 
 def diverge(learner: Learner, rank: int, last: int) -> str:
@@ -141,6 +163,17 @@ def test_gradients_are_those_of_one_rank_and_clipped_by_the_global_norm(seen, ca
         for name, gradient in alone["gradients"].items():
             scale = float(gradient.abs().max())
             torch.testing.assert_close(rank["gradients"][name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_objective_is_that_of_one_rank(seen, case, name):
+    alone = seen[1, case[1]][0]["objectives"][name]
+    for rank in seen[case]:
+        found = rank["objectives"][name]
+        assert numbers(found["metrics"]) == pytest.approx(numbers(alone["metrics"]), rel=1e-5, abs=1e-6)
+        for key, parameter in alone["parameters"].items():
+            torch.testing.assert_close(found["parameters"][key], parameter, rtol=1e-5, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("case", CASES)

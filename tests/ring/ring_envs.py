@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from streamrl.envs.environment import Policy, Task
+import numpy as np
+
+from streamrl.buffers.wire.messages import GroupMeta
+from streamrl.envs.environment import Policy, Reward, Task
 
 
 class Digits:
@@ -39,3 +42,15 @@ class SometimesOneMember(Digits):
 async def always_raises(task: Task, policy: Policy) -> float:
     await policy.complete("1+1=")
     raise RuntimeError("the judge is out of order")
+
+
+class WithColumns(Digits):
+    """Every trajectory carries 4 KiB that nobody asked for."""
+
+    async def episode(self, task: Task, policy: Policy) -> Reward:
+        return Reward(await super().episode(task, policy), columns={"router": np.zeros((256, 16), np.uint8)})
+
+
+def by_prompt(group: GroupMeta) -> float:
+    """Later prompts first."""
+    return float(group.prompt)

@@ -27,7 +27,7 @@ def test_a_killed_rollouter_is_replaced_and_the_run_completes_with_nothing_lost(
     assert "actor_restarted" in names
 
 
-@pytest.mark.parametrize("actor", ["trainer-0", "buffer", "evaluator"])
+@pytest.mark.parametrize("actor", ["trainer-0", "evaluator"])
 def test_a_killed_actor_that_cannot_be_replaced_ends_the_run_and_is_named(launch: Any, actor: str):
     ring = launch(*LONG)
     ring.wait_for_step(2)

@@ -1,0 +1,1 @@
+"""``streamrl bench queue``: the way from rollouter to trainer, against plain sockets and against other systems."""
