@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     losses.add_argument("--loss", action="append", metavar="NAME", help="only this loss; may be given again")
     losses.add_argument("--lag", action="append", type=int, metavar="N", help="only this max_lag; may be given again")
     losses.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: those of the quickstart)")
+    losses.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, go on where a sweep ended")
     losses.set_defaults(run=_bench_losses)
     queue = benches.add_parser("queue", help="the TransferQueue against plain pyzmq and other queues")
     queue.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each contender, in turn (default: 3)")
@@ -134,7 +135,7 @@ def _bench_losses(arguments: argparse.Namespace) -> int:
     for name in names:
         for lag in lags:
             load_config("quickstart", [f"loss={name}", f"max_lag={lag}"])
-    losses.run(arguments.json, arguments.runs, names, lags, arguments.steps)
+    losses.run(arguments.json, arguments.runs, names, lags, arguments.steps, arguments.keep)
     return 0
 
 

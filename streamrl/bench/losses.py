@@ -13,6 +13,7 @@ Every run starts from the same warmed-up checkpoint of its seed; the losses take
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -47,14 +48,19 @@ def run(
     losses: Sequence[str] = LOSSES,
     lags: Sequence[int] = LAGS,
     steps: int | None = None,
+    keep: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> list[Row]:
-    """Train ``seeds`` times with each loss and lag; print rows and a table, write the rows to ``json_path``, if any."""
+    """Train ``seeds`` times with each loss and lag; print rows and a table, write the rows to ``json_path``, if any.
+
+    The run folders go to ``keep``, if given; a run that completed there, with the same settings, is not repeated.
+    """
     measured: dict[tuple[str, int], list[Measured]] = {(loss, lag): [] for loss in losses for lag in lags}
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as folder:
         for seed in range(seeds):
             for (loss, lag), results in measured.items():
-                results.append(_train(Path(folder) / f"{loss}-{lag}-{seed}", loss, lag, seed, steps, overrides))
+                name = f"{loss}-lag{lag}-seed{seed}" + (f"-steps{steps}" if steps else "")
+                results.append(_train((keep or Path(folder)) / name, loss, lag, seed, steps, overrides))
                 print(f"{loss} max_lag={lag} seed={seed} {results[-1]}", file=sys.stderr)
     rows = list(_rows(measured))
     publish(rows, json_path)
@@ -85,7 +91,9 @@ def _train(run_dir: Path, loss: str, lag: int, seed: int, steps: int | None, ove
     settings = [f"loss={loss}", f"max_lag={lag}", f"seed={seed}", "wandb=disabled", *overrides]
     if steps is not None:
         settings.append(f"steps={steps}")
-    subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
+    if not _completed(run_dir):
+        shutil.rmtree(run_dir, ignore_errors=True)  # what an interrupted sweep left
+        subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert summary["lag_max"] <= lag
@@ -100,6 +108,11 @@ def _train(run_dir: Path, loss: str, lag: int, seed: int, steps: int | None, ove
         clip_fraction=_mean(late, "policy/clip_fraction"),
         lag_mean=_mean(late, "lag/mean"),
     )
+
+
+def _completed(run_dir: Path) -> bool:
+    path = run_dir / "summary.json"
+    return path.exists() and json.loads(path.read_text())["status"] == "completed"
 
 
 def _rows(measured: dict[tuple[str, int], list[Measured]]) -> Iterable[Row]:

@@ -53,6 +53,17 @@ def test_a_run_that_never_reached_the_target_counts_as_all_its_steps(
     assert losses._train(tmp_path / "run", "gspo", 2, 0, None, ()).steps == 7
 
 
+def test_a_run_that_completed_is_not_repeated_and_an_interrupted_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", fake_run({2: 0.9}, [1.0] * 4))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"status": "interrupted"}')
+    first = losses._train(tmp_path / "run", "gspo", 2, 0, None, ())
+    monkeypatch.setattr(subprocess, "run", None)
+    assert losses._train(tmp_path / "run", "gspo", 2, 0, None, ()) == first
+
+
 def test_the_table_has_a_line_for_each_loss_and_lag_with_medians_and_the_range() -> None:
     runs = [Measured(0.3, accuracy, steps, 0.9, 0.01, 1.5) for accuracy, steps in ((0.8, 500), (0.95, 700), (0.9, 600))]
     text = losses.markdown({("tis", 0): runs, ("gspo", 8): runs[:1]})
