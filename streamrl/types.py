@@ -89,6 +89,11 @@ class Trajectory:
     kept with the trajectory; a consumer gets those that it asks for."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Nested strings, numbers and lists that go with the trajectory."""
+    episode: int = 0
+    """Which episode of its group it belongs to. An episode that branched, or whose history was rewritten, has several
+    trajectories; together they count once in a baseline."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """What each turn was given, in order; ``reward`` has them in it. Empty: no turn was given any."""
 
     @property
     def length(self) -> int:

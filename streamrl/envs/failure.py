@@ -13,7 +13,7 @@ _SESSION = str(Path(__file__).with_name("session.py"))
 
 _MACHINERY = frozenset(
     str(Path(__file__).with_name(name))
-    for name in ("session.py", "environment.py", "group.py", "closing.py", "rewards.py")
+    for name in ("session.py", "environment.py", "group.py", "closing.py", "returned.py")
 )
 """Files that call user code or are called by it; their frames are no place to look for a user's mistake."""
 

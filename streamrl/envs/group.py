@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from streamrl.envs.closing import ClosingPolicy, Straggler
 from streamrl.envs.environment import Reward, Task
 from streamrl.envs.failure import Failure, failure_of, traceback_of
-from streamrl.envs.rewards import checked_reward
+from streamrl.envs.returned import checked_reward
 from streamrl.envs.session import Codec, ContextFull, Limits, Session, Tokenizer
 from streamrl.envs.split import Split
 from streamrl.errors import EnvironmentFailed

@@ -14,7 +14,7 @@ from scripted import play, says, settings
 
 from streamrl.envs.environment import load_environment
 from streamrl.envs.group import GroupResult
-from streamrl.envs.rewards import MAX_COLUMNS, METADATA_BYTES, METADATA_DEPTH, RESERVED
+from streamrl.envs.returned import MAX_COLUMNS, METADATA_BYTES, METADATA_DEPTH, RESERVED
 from streamrl.errors import ConfigError
 from streamrl.schema import Config
 

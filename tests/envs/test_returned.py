@@ -17,7 +17,7 @@ from scripted import lease, runner, says, settings
 
 from streamrl.buffers.wire.payload import MAX_NAME_CHARACTERS
 from streamrl.envs.environment import Reward
-from streamrl.envs.rewards import (
+from streamrl.envs.returned import (
     MAX_COLUMNS,
     METADATA_BYTES,
     METADATA_DEPTH,
