@@ -15,7 +15,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 completed, 1 failed, 2 bad arguments or config, 3 parity gate, 130 interrupted."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and (arguments.run not in (_launch, _replay) or any(text.startswith("-") for text in rest)):
+    if rest and (
+        arguments.run not in (_launch, _replay, _attach, _env_check) or any(text.startswith("-") for text in rest)
+    ):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest  # key=value after a flag: argparse closes a positional list at the first flag
@@ -52,6 +54,22 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder (default: runs/<name>-replay-<time>)")
     replay.add_argument("overrides", nargs="*", metavar="key=value", help="another loss.* or trainer.* setting")
     replay.set_defaults(run=_replay)
+    attach = commands.add_parser("attach", help="play a run's leases in this process", allow_abbrev=False)
+    attach.add_argument("--agent", default="", metavar="MODULE:NAME", help="environment to play (default: the run's)")
+    attach.add_argument("--workers", type=int, default=8, metavar="N", help="leases played at once (default: 8)")
+    attach.add_argument("--url", action="append", default=[], metavar="URL", help="a rollouter of a run elsewhere")
+    attach.add_argument("--token", default="", metavar="TOKEN", help="of that run (default: $STREAMRL_TOKEN)")
+    attach.add_argument("overrides", nargs="*", metavar="RUN|key=value", help="the run's folder; env.args.* settings")
+    attach.set_defaults(run=_attach)
+    env = commands.add_parser("env", help="look at an environment", allow_abbrev=False)
+    check = env.add_subparsers(title="commands", required=True, metavar="COMMAND").add_parser(
+        "check", help="play a few episodes and say what training would meet", allow_abbrev=False
+    )
+    check.add_argument("env", metavar="MODULE:NAME", help="the environment, such as riddles:Riddles")
+    check.add_argument("--config", metavar="NAME|PATH", help="settings to check it under (default: base)")
+    check.add_argument("--groups", type=int, default=4, metavar="N", help="prompts to play (default: 4)")
+    check.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as env.args.highest=9")
+    check.set_defaults(run=_env_check)
     bench = commands.add_parser("bench", help="measure, against a baseline in the same run", allow_abbrev=False)
     benches = bench.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     engine = benches.add_parser("engine", help="the embedded engine against static generate of transformers")
@@ -67,6 +85,10 @@ def build_parser() -> argparse.ArgumentParser:
     losses.add_argument("--steps", type=int, metavar="N", help="optimizer steps (default: those of the quickstart)")
     losses.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, go on where a sweep ended")
     losses.set_defaults(run=_bench_losses)
+    steering = benches.add_parser("steering", help="the quickstart, stale, without and with staleness.target_ess")
+    steering.add_argument("--runs", type=int, default=2, metavar="N", help="seeds of each target (default: 2)")
+    steering.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here, go on where a sweep ended")
+    steering.set_defaults(run=_bench_steering)
     queue = benches.add_parser("queue", help="the TransferQueue against plain pyzmq and other queues")
     queue.add_argument("--runs", type=int, default=3, metavar="N", help="runs of each contender, in turn (default: 3)")
     queue.add_argument("--seconds", type=float, default=3.0, metavar="S", help="of one run, about (default: 3)")
@@ -77,7 +99,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--peer", action="append", default=[], choices=("mp", "redis", "ray", "transferqueue"), help="also run this one"
     )
     queue.set_defaults(run=_bench_queue)
-    for each in (engine, ring, losses, queue):
+    proxy = benches.add_parser("proxy", help="agents over HTTP against the native API, 64 at once")
+    proxy.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each side, in turn (default: 5)")
+    proxy.set_defaults(run=_bench_proxy)
+    for each in (engine, ring, losses, steering, queue, proxy):
         each.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     return parser
 
@@ -98,6 +123,31 @@ def _replay(arguments: argparse.Namespace) -> int:
     from streamrl.launching import replay
 
     return replay(arguments.recorded, arguments.overrides, arguments.steps, arguments.run_dir)
+
+
+def _attach(arguments: argparse.Namespace) -> int:
+    from streamrl.attaching import attach
+
+    folders = [text for text in arguments.overrides if "=" not in text]
+    if len(folders) > 1:
+        raise ConfigError(f"attach takes one run folder, got {' and '.join(folders)}")
+    run_dir = Path(folders[0]) if folders else None
+    overrides = [text for text in arguments.overrides if text not in folders]
+    return attach(run_dir, arguments.url, arguments.token, arguments.agent, arguments.workers, overrides)
+
+
+def _env_check(arguments: argparse.Namespace) -> int:
+    from streamrl.config import load_config
+
+    if arguments.groups < 1:
+        raise ConfigError(f"--groups {arguments.groups}: must be at least 1")
+    config = load_config(arguments.config, [f"env={arguments.env}", *arguments.overrides])
+    from streamrl.envs.environment import load_environment
+
+    environment = load_environment(config)  # what is wrong with it is said before torch is imported
+    from streamrl.checking import check
+
+    return check(environment, config, arguments.groups)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:
@@ -125,6 +175,15 @@ def _bench_ring(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _bench_proxy(arguments: argparse.Namespace) -> int:
+    from streamrl.bench import proxy
+
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
+    proxy.run(arguments.json, arguments.runs)
+    return 0
+
+
 def _bench_losses(arguments: argparse.Namespace) -> int:
     from streamrl.bench import losses
     from streamrl.config import load_config
@@ -136,6 +195,15 @@ def _bench_losses(arguments: argparse.Namespace) -> int:
         for lag in lags:
             load_config("quickstart", [f"loss={name}", f"max_lag={lag}"])
     losses.run(arguments.json, arguments.runs, names, lags, arguments.steps, arguments.keep)
+    return 0
+
+
+def _bench_steering(arguments: argparse.Namespace) -> int:
+    from streamrl.bench import steering
+
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
+    steering.run(arguments.json, arguments.runs, keep=arguments.keep)
     return 0
 
 

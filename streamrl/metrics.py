@@ -98,7 +98,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "utilisation/": ("trainer", "rollouter"),
 }
 """Prefix to names, as in `docs/metrics.md`. ``eval/accuracy`` and ``eval/version`` join the lines that evaluate, and
-``reward/<env>/mean`` and ``policy/<env>/…`` each line of a run that trains on that environment."""
+``reward/<env>/mean``, ``policy/<env>/…`` and ``env/<env>/…`` (what its code measures) each line of a run that trains on
+that environment."""
 
 OF_THE_LEARNER: dict[str, tuple[str, ...]] = {"lag/": ("p50", "k3", "ess", *LAG_BINS)}
 """Keys that the trainer adds to groups which the buffer reports."""
@@ -122,4 +123,5 @@ def complete_line(values: Mapping[str, float]) -> dict[str, float]:
 def _is_of_environment(key: str) -> bool:
     group, _, rest = key.partition("/")
     env, _, name = rest.rpartition("/")
-    return bool(env) and ((group, name) == ("reward", "mean") or (group == "policy" and name in ENVIRONMENT))
+    known = (group, name) == ("reward", "mean") or (group == "policy" and name in ENVIRONMENT) or group == "env"
+    return bool(env) and known

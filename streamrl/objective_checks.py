@@ -44,6 +44,7 @@ _CHOICES = {
     "value.step": ("token", "turn"),
     "kl.place": ("loss", "reward"),
     "kl.form": KL_FORMS,
+    "kl.serve": ("trainer", "engine"),
     "correction.weight": tuple(Level),
     "correction.reject": tuple(Level),
 }
@@ -80,6 +81,16 @@ def trains_without_advantage(loss: LossConfig) -> bool:
         or loss.name in ("clip_cov", "kl_cov")
         or (loss.advantage == "gae" or loss.correction.renormalise)
     )
+
+
+def serves_reference(config: Config) -> bool:
+    """Whether a reference policy has an engine of its own, and its log-probs travel with each trajectory."""
+    return bool(config.loss.kl.reference) and config.loss.kl.serve == "engine"
+
+
+def serves_start(config: Config) -> bool:
+    """Whether that engine has the weights of version 0, on which the parity gate compares all engines."""
+    return serves_reference(config) and config.loss.kl.reference == "initial"
 
 
 def check_objective(config: Config) -> None:
@@ -201,6 +212,11 @@ def _check_kl(loss: LossConfig) -> None:
         raise ConfigError(
             f"loss.kl.coefficient={kl.coefficient:g} is a KL term without a reference policy: set "
             "loss.kl.reference=initial (a frozen copy of the start) or a checkpoint folder, or loss.kl.coefficient=0"
+        )
+    if kl.serve == "engine" and not kl.reference:
+        raise ConfigError(
+            "loss.kl.serve=engine has no reference policy to serve: set loss.kl.reference=initial or a folder with a "
+            "checkpoint"
         )
     if kl.reference not in ("", "initial") and not (Path(kl.reference) / "config.json").is_file():
         raise ConfigError(

@@ -16,6 +16,8 @@
     buffer     groups                leases, micro-batches   a request              producers and consumers
     store ×S   payloads              columns                 a request              producers and consumers
     rollouter  leases, weights       groups                  a lease (credit)       a published version
+    scorer     answers               rewards                 a request              episodes (reward_model.name)
+    reference  groups, to score      log-probs of π_ref      a request              rollouters (loss.kl.serve=engine)
     trainer    micro-batches         weights of version v+1  a full batch           groups_per_step groups
     evaluator  weights of some v     held-out accuracy       a version to evaluate  trainer rank 0
     replayer   a run's journal       its weights, again      –                      – (streamrl replay, alone)
@@ -43,6 +45,7 @@ from streamrl.buffers.links.link_keys import LinkKeys
 from streamrl.errors import ConfigError, ParityError, StreamRLError
 from streamrl.monitor.recorder import Recorder
 from streamrl.monitor.screen import Screen
+from streamrl.objective_checks import serves_reference
 from streamrl.runtime.folders import create_run_folder, create_socket_folder
 from streamrl.runtime.messages import Evaluated
 from streamrl.schema import Config
@@ -67,6 +70,10 @@ def placement(config: Config) -> list[tuple[str, str, int]]:
     rows = [("controller", "localhost", 0), ("buffer", "localhost", 1)]
     if config.buffer.shards > 1:
         rows += [(f"store-{index}", "localhost", 1) for index in range(config.buffer.shards)]
+    if config.reward_model.name:
+        rows.append(("scorer", "localhost", config.reward_model.threads))
+    if serves_reference(config):
+        rows.append(("reference", "localhost", config.engine.threads))
     rows += [(f"trainer-{rank}", "localhost", config.trainer.threads) for rank in range(config.trainers)]
     rows += [(f"rollouter-{index}", "localhost", config.engine.threads) for index in range(config.rollouts)]
     if config.eval.tasks:

@@ -21,6 +21,21 @@ class EnvConfig:
     """Seconds one episode may take before it counts as failed."""
     max_failures: int = 20
     """Leases that failed in a row, over all rollouters of the run, after which the run ends and says why."""
+    play: str = "anywhere"
+    """Where episodes run: ``anywhere`` (in the rollouters, and in attached processes while they have a free worker) or
+    only in ``attached`` ones (docs/attach.md)."""
+
+
+@dataclass
+class GatewayConfig:
+    """The HTTP endpoint of each rollouter: for clients of its episodes, and for ``streamrl attach``."""
+
+    host: str = "127.0.0.1"
+    """Address that it binds to. Any but loopback lets other machines in, with a key, in plain HTTP."""
+    port: int = 0
+    """0: any free port; else rollouter N takes this port + N, and the evaluator the one after the last."""
+    strict: bool = False
+    """Refuse requests that want to sample in another way than the run. Else its way wins, which a header says."""
 
 
 @dataclass
@@ -49,6 +64,9 @@ class ModelConfig:
     """Parameter dtype of the trainer and the embedded engine; only ``float32`` so far."""
     max_length: int = 512
     """Longest trajectory in tokens, prompt included."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: ``hermes``, ``llama_json``, ``pythonic``, ``compact``, or ``auto``: as its chat
+    template shows."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     cache: bool = True
     """Keep warmed-up models in the user's cache folder (``$XDG_CACHE_HOME/streamrl``)."""
@@ -77,17 +95,17 @@ class SamplingConfig:
 @dataclass
 class GroupConfig:
     size: int = 8
-    """Trajectories per prompt (G)."""
+    """Episodes per prompt (G); an episode is one trajectory, or several where it branches."""
     per_step: int = 32
     """Groups per optimizer step, over all ranks."""
     drop_zero_variance: bool = False
     """Dynamic sampling: drop groups whose rewards are all equal, give the credit back and take another prompt."""
     min_size: int = 2
-    """Finished trajectories that a group needs; with fewer it fails and its prompt is issued again."""
+    """Finished episodes that a group needs; with fewer it fails and its prompt is issued again."""
     on_straggler: str = "wait"
     """A group whose slow trajectories are late: ``wait`` for all of them, or ``close`` it with what it has."""
     straggler_s: float = 0.0
-    """With ``close``: seconds from the ``min_size``-th finished trajectory until the group is closed."""
+    """With ``close``: seconds from the ``min_size``-th finished episode until the group is closed."""
 
 
 @dataclass
@@ -147,7 +165,10 @@ class KLConfig:
     ratio_cap: float = math.inf
     """Largest such ratio; finite: a constant weight instead of one with a gradient."""
     reference: str = ""
-    """``initial``: a frozen copy of the policy at the start; or a folder with a checkpoint. Empty: none."""
+    """``initial``: the policy at the start, frozen; or a folder with a checkpoint. Empty: none."""
+    serve: str = "trainer"
+    """Where it is: a copy in each ``trainer`` rank's memory, sharded; or in an ``engine`` of its own process, which
+    scores groups before they are put."""
 
 
 @dataclass
@@ -187,6 +208,20 @@ class CorrectionConfig:
     """Drop trajectories with negative advantage whose mean of log behaviour − log current is over this, nats."""
     renormalise: bool = False
     """Give the loss weight of what is dropped, or masked as stale, to the rest; off: it stays in the denominators."""
+
+
+@dataclass
+class RewardModelConfig:
+    """A reward model in a process of its own, for the reward ``model`` (docs/rewards.md)."""
+
+    name: str = ""
+    """A folder with a transformers checkpoint for sequence classification with one label. Empty: none."""
+    batch: int = 16
+    """Answers of one forward pass."""
+    max_length: int = 4096
+    """Tokens of one conversation at most; a longer one is refused, and its trajectory fails."""
+    threads: int = 1
+    """torch threads."""
 
 
 @dataclass
@@ -296,7 +331,7 @@ class LivenessConfig:
     start_timeout_s: float = 180.0
     drain_timeout_s: float = 20.0
     max_restarts: int = 10
-    """Rollouters, buffers and stores that may be replaced before the run gives up."""
+    """Actors that may be replaced before the run gives up: rollouters, buffers, stores and other servers."""
 
 
 @dataclass
@@ -319,6 +354,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
@@ -326,6 +362,7 @@ class Config:
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

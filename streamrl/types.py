@@ -46,6 +46,8 @@ class SamplingParams:
     top_p: float = 1.0
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    """End the continuation with the token that completes one of them; that token belongs to it."""
     seed: int = 0
 
 
@@ -60,12 +62,12 @@ class Generation:
     versions: VersionSpans
     """Policy version of each sampled token, run-length encoded; counts sum to N."""
     finish_reason: str
-    """``stop`` (a stop token was sampled) or ``length`` (``max_tokens`` or the context was reached)."""
+    """``stop`` (a stop token or string was sampled) or ``length`` (``max_tokens`` or the context was reached)."""
 
 
 @dataclass
 class Trajectory:
-    """One sampled episode of one prompt.
+    """One sampled episode of one prompt, or a branch of one.
 
     Example, prompt ``12+3=`` answered with ``15`` and the end token::
 
@@ -89,11 +91,13 @@ class Trajectory:
     kept with the trajectory; a consumer gets those that it asks for."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Nested strings, numbers and lists that go with the trajectory."""
-    episode: int = 0
-    """Which episode of its group it belongs to. An episode that branched, or whose history was rewritten, has several
-    trajectories; together they count once in a baseline."""
+    episode: int = -1
+    """Which episode of its group it belongs to, counted from 0; −1 in all trajectories of a group: each is one of its
+    own. An episode that branched, or whose history was rewritten, has several trajectories; those with the same reward
+    count once in a baseline."""
     turn_rewards: list[float] = field(default_factory=list)
-    """What each turn was given, in order; ``reward`` has them in it. Empty: no turn was given any."""
+    """What each turn was given beside the reward of the whole, in order; ``reward`` has them in it. A turn is a run of
+    sampled tokens. Empty: no turn was given any."""
 
     @property
     def length(self) -> int:

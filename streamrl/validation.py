@@ -10,9 +10,11 @@ from streamrl.schema import Config
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "on_stale": ("mask", "evict", "wait"),
+    "env.play": ("anywhere", "attached"),
     "engine.name": ("embedded",),
     "engine.kv": ("keep", "recompute"),
     "model.dtype": ("float32",),
+    "model.tool_format": ("auto", "compact", "hermes", "pythonic", "llama_json"),
     "group.on_straggler": ("wait", "close"),
     "queue.backend": ("zmq", "nixl"),
     "queue.transport": ("ipc", "tcp"),
@@ -36,6 +38,9 @@ MINIMA: dict[str, float] = {
     "engine.threads": 1,
     "sampling.top_k": 0,
     "sampling.max_tokens": 1,
+    "reward_model.batch": 1,
+    "reward_model.max_length": 2,
+    "reward_model.threads": 1,
     "group.size": 2,
     "group.per_step": 1,
     "group.min_size": 2,
@@ -58,6 +63,7 @@ MINIMA: dict[str, float] = {
     "sync.timeout_s": 0.001,
     "eval.every": 0,
     "eval.tasks": 0,
+    "gateway.port": 0,
     "liveness.heartbeat_s": 0.01,
     "liveness.actor_timeout_s": 0.1,
     "liveness.no_progress_s": 0.1,
@@ -65,6 +71,8 @@ MINIMA: dict[str, float] = {
     "liveness.drain_timeout_s": 0.1,
     "liveness.max_restarts": 0,
 }
+
+LAST_PORT = 65_535
 
 POSITIVE = ("sampling.temperature", "trainer.max_grad_norm", "trainer.eps")
 
@@ -123,6 +131,11 @@ def _check_relations(config: Config) -> None:
             "lower group.min_size"
         )
     _check_queue(config)
+    if config.gateway.port and config.gateway.port + config.rollouts > LAST_PORT:
+        raise ConfigError(
+            f"gateway.port={config.gateway.port}: {config.rollouts} rollouters and the evaluator take a port each from "
+            f"there on, and {LAST_PORT} is the last; lower it"
+        )
     if group.per_step < config.trainers:
         raise ConfigError(
             f"group.per_step={group.per_step} groups cannot feed trainers={config.trainers} ranks; "

@@ -88,6 +88,8 @@ def test_the_settings_have_a_key_for_every_correction_and_all_are_off():
         (["loss.kl.coefficient=0.01"], "a KL term without a reference policy: set loss.kl.reference=initial"),
         (["loss.kl.coefficient=0.1", "loss.kl.reference=/no/such/folder"], "there is no config.json in it"),
         (["loss.kl.reference=initial"], "holds a second model that loss.kl.coefficient=0 never uses"),
+        (["loss.kl.serve=engine"], "has no reference policy to serve: set loss.kl.reference=initial or a folder"),
+        (["loss.kl.serve=vllm"], "loss.kl.serve=vllm: expected one of trainer, engine"),
         (["loss.kl.coefficient=-1"], "must be at least 0"),
         (["loss.value.lam=1.5"], "loss.value.lam=1.5: must lie in [0, 1]"),
         (["loss.advantage=gae", "loss.turn_discount=0.9"], "would discount twice"),

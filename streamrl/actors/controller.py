@@ -17,6 +17,7 @@ from streamrl import errors
 from streamrl.actors.probe import ParityGate
 from streamrl.monitor.recorder import Recorder
 from streamrl.monitor.tally import Tally
+from streamrl.objective_checks import serves_reference, serves_start
 from streamrl.runtime.actor import State
 from streamrl.runtime.membership import Member
 from streamrl.runtime.messages import (
@@ -87,7 +88,11 @@ class Controller(Supervisor):
         await self._until(lambda: not preparer.alive, self.config.liveness.drain_timeout_s, "the preparer to end")
 
     async def _assemble(self) -> None:
+        services = [await self._spawn("reference", "reference", 0)] if serves_reference(self.config) else []
+        services += [await self._spawn("scorer", "scorer", 0)] if self.config.reward_model.name else []
         await self._start_queue()
+        await self._until_ready(services)  # as the queue: before whoever talks to them
+        self._endpoints |= {member.spec.name: member.endpoint for member in services}
         for rank in range(self.config.trainers):
             await self._spawn("trainer", f"trainer-{rank}", rank)
         for index in range(self.config.rollouts):
@@ -116,7 +121,7 @@ class Controller(Supervisor):
 
     async def _drain(self) -> None:
         """Producers first, the buffer last: its final statistics then count everything."""
-        for kinds in (("rollouter", "evaluator", "trainer"), ("buffer",), ("store",)):
+        for kinds in (("rollouter", "evaluator", "trainer"), ("buffer",), ("store", "reference", "scorer")):
             members = [member for member in self.membership.live() if member.spec.kind in kinds]
             for member in members:
                 await self._send(member, Stop())
@@ -129,7 +134,8 @@ class Controller(Supervisor):
     # Members ----------------------------------------------------------------------------------------------------------
 
     def _replaceable(self, kind: str) -> bool:
-        return kind == "rollouter" or (kind in ("buffer", "store") and self.config.buffer.journal)
+        stateless = ("rollouter", "reference", "scorer")
+        return kind in stateless or (kind in ("buffer", "store") and self.config.buffer.journal)
 
     async def _bereaved(self, member: Member) -> None:
         if member.spec.kind == "rollouter":
@@ -204,7 +210,10 @@ class Controller(Supervisor):
 
     def _scored(self, member: Member, message: Scored) -> None:
         """Open the queue once trainer and engines agree on version 0, or end the run (C7)."""
-        verdict = self._gate.add(member.spec.name, message, [m.spec.name for m in self.membership.of("rollouter")])
+        engines = self.membership.of("rollouter")
+        if serves_start(self.config):
+            engines += self.membership.of("reference")
+        verdict = self._gate.add(member.spec.name, message, [m.spec.name for m in engines])
         if verdict is None:
             return
         numbers = dataclasses.asdict(verdict)

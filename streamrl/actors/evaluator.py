@@ -11,7 +11,9 @@ import asyncio
 from typing import Any
 
 from streamrl.actors.engine_loading import load_engine
+from streamrl.actors.scorer import connect_scorer
 from streamrl.envs.environment import load_environment
+from streamrl.envs.gateway import Gateway
 from streamrl.envs.group import GroupRunner
 from streamrl.envs.split import Split
 from streamrl.policy.model import load_tokenizer
@@ -25,11 +27,16 @@ SHOWN_ANSWERS = 8
 
 class Evaluator(Actor):
     async def setup(self) -> dict[str, Any]:
+        connect_scorer(self.spec)
         split = Split.of(load_environment(self.config), self.config)
+        self.cleanup.push_async_callback(split.environment.close)
         self._tasks = split.held_out(self.config.eval.tasks)
         self._engine = await load_engine(self.config, self.spec.model)
         self.cleanup.push_async_callback(self._engine.close)
-        self._runner = GroupRunner(split, self._engine, load_tokenizer(self.spec.model), self.config)
+        gateway = Gateway(self.config.gateway, self.config.rollouts)
+        await gateway.start()
+        self.cleanup.push_async_callback(gateway.stop)
+        self._runner = GroupRunner(split, self._engine, load_tokenizer(self.spec.model), self.config, gateway)
         self._observer = Observer(self.spec.endpoint("sync"), self.spec.name, self.emit)
         return {"held_out": len(self._tasks)}
 

@@ -15,10 +15,15 @@ from typing import Any
 import torch
 
 from streamrl.actors.recording import first_checkpoint
+from streamrl.actors.scorer import connect_scorer
+from streamrl.envs.chat.template import ChatTemplate
+from streamrl.envs.demonstration import lesson
 from streamrl.envs.environment import load_environment
 from streamrl.envs.split import Split
 from streamrl.errors import ConfigError
 from streamrl.policy.model import BUILT_IN, CHECKPOINT_FILES, prepare_model
+from streamrl.policy.tokenizer import character_tokenizer
+from streamrl.policy.warmup import Lesson
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import Progress
 
@@ -35,13 +40,15 @@ class Preparer(Actor):
 
         def work() -> str:
             torch.set_num_threads(self.config.trainer.threads + self.config.engine.threads)  # both halves are idle now
+            connect_scorer(self.spec)
             split = Split.of(load_environment(self.config), self.config)
 
-            def pair(index: int) -> tuple[str, str]:
-                task = split.train(index)
-                return task.prompt, task.answer or ""
+            template = ChatTemplate(character_tokenizer())
 
-            return str(self._keep(prepare_model(self.config, pair, progress)))
+            def demonstrated(index: int) -> Lesson:
+                return lesson(split.train(index), template)
+
+            return str(self._keep(prepare_model(self.config, demonstrated, progress)))
 
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         working = worker.submit(work)

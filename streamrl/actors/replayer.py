@@ -65,7 +65,9 @@ class Replayer(Actor):
     def _step(self, step: int) -> tuple[dict[str, float], str]:
         """Metrics of the step and digest of the version that it made."""
         started = time.monotonic()
-        batch = rank_batch(next(self._recorded), self._planner, self.spec.index, self.config.max_lag)
+        batch = rank_batch(
+            next(self._recorded), self._planner, self.spec.index, self.config.max_lag, self._learner.columns
+        )
         read = time.monotonic() - started
         metrics = self._learner.step(batch) | batch.stats | {"time/wait_for_batch": read}
         started = time.monotonic()

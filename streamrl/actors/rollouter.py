@@ -1,19 +1,27 @@
 """A rollouter: lease → the episodes of one group → put, with weights changing under way.
 
-Consumes leases and weights; produces groups; waits for a lease (unblocked by a published version) and for the buffer
-to take responsibility for each group. It holds one engine, which goes on decoding while weights are staged.
+Consumes leases and weights; produces groups; waits for a lease (unblocked by a published version), for an attached
+agent (where only those play) and for the buffer to take responsibility for each group. It holds one engine, which goes
+on decoding while weights are staged, and a gateway, through which agents outside of this process play.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 from typing import Any
 
+from streamrl.actors.dispatch import Dispatch
 from streamrl.actors.engine_loading import load_engine
 from streamrl.actors.probe import probe_tokens
 from streamrl.actors.queue_wiring import make_producer
+from streamrl.actors.reference import make_reference
+from streamrl.actors.scorer import connect_scorer
+from streamrl.envs.attach.desk import AttachDesk
+from streamrl.envs.attach.protocol import Welcome
 from streamrl.envs.environment import load_environment
+from streamrl.envs.gateway import Gateway, run_token
 from streamrl.envs.group import GroupResult, GroupRunner
 from streamrl.envs.split import Split
 from streamrl.errors import WireError
@@ -30,17 +38,59 @@ request fills the slot at once."""
 
 class Rollouter(Actor):
     async def setup(self) -> dict[str, Any]:
+        connect_scorer(self.spec)
         split = Split.of(load_environment(self.config), self.config)
+        self.cleanup.push_async_callback(split.environment.close)
         self._engine = await load_engine(self.config, self.spec.model)
         self.cleanup.push_async_callback(self._engine.close)
-        self._runner = GroupRunner(split, self._engine, load_tokenizer(self.spec.model), self.config)
+        self._tokenizer = load_tokenizer(self.spec.model)
+        self._gateway = Gateway(self.config.gateway, self.spec.index)
         self._producer = make_producer(self.spec)
         self.cleanup.callback(self._producer.close)
+        self._reference = make_reference(self.spec)
+        if self._reference is not None:
+            self.cleanup.callback(self._reference.close)
         self._subscriber = Subscriber(self.spec.endpoint("sync"), self.spec.name, self._engine, self.emit)
-        self._groups = 0
-        self._room = asyncio.Event()
-        self._room.set()
-        return {"engine": self.config.engine.name, "slots": self.config.engine.slots}
+        self._desk = AttachDesk(split, self._make_runner, self._welcome(split), self.emit)
+        self._dispatch = self._make_dispatch(split)
+        self._desk.changed = self._dispatch.changed
+        await self._open_gateway()
+        return {"engine": self.config.engine.name, "slots": self.config.engine.slots, "gateway": self._gateway.url}
+
+    def _make_runner(self, split: Split) -> GroupRunner:
+        return GroupRunner(split, self._engine, self._tokenizer, self.config, self._gateway)
+
+    def _make_dispatch(self, split: Split) -> Dispatch:
+        only_attached = self.config.env.play == "attached"
+        most = 0 if only_attached else math.ceil(PREFETCH * self.config.engine.slots / self.config.group.size)
+        runner = self._make_runner(split)
+        return Dispatch(self._producer, runner, self._desk, most, self._deliver, self.waiting)
+
+    def _welcome(self, split: Split) -> Welcome:
+        """What the run tells a process that attaches."""
+        config = self.config
+        return Welcome(
+            run=config.run,
+            rollouter=self.spec.name,
+            environment=split.environment.name,
+            group_size=config.group.size,
+            timeout_s=config.env.timeout_s,
+            restart_s=config.liveness.actor_timeout_s + config.liveness.start_timeout_s,
+            seed=config.seed,
+            held_out=split.share,
+        )
+
+    async def _open_gateway(self) -> None:
+        run_dir = Path(self.spec.run_dir)
+        token = run_token(run_dir)
+        self._gateway.add_attach(token, self._desk.serve)
+        await self._gateway.start()
+        self.cleanup.push_async_callback(self._gateway.stop)
+        self.cleanup.push_async_callback(self._close_desk)
+        self._gateway.announce(run_dir, self.spec.name, token)
+
+    async def _close_desk(self) -> None:
+        await self._desk.close(ended=self._stop.is_set())
 
     async def run(self) -> dict[str, Any]:
         async with asyncio.TaskGroup() as tasks:
@@ -48,32 +98,8 @@ class Rollouter(Actor):
             with self.waiting("the first weights"):
                 await self._subscriber.wait_version(0)
             await self._report_probe()
-            await self._generate(tasks)
+            await self._dispatch.run()
         return {}
-
-    async def _generate(self, tasks: asyncio.TaskGroup) -> None:
-        """The loop: as many groups under way as the engine has room for, one lease each."""
-        most = math.ceil(PREFETCH * self.config.engine.slots / self.config.group.size)
-        while True:
-            await self._room.wait()
-            with self.waiting("a lease: the lag bound is reached" if not self._groups else ""):
-                leases = await self._producer.lease(most - self._groups)
-            self._groups += len(leases)
-            for lease in leases:
-                tasks.create_task(self._group(lease))
-            if self._groups >= most:
-                self._room.clear()
-
-    async def _group(self, lease: Lease) -> None:
-        try:
-            async with asyncio.timeout(lease.deadline_s):
-                result = await self._runner.run_group(lease)
-        except TimeoutError:
-            pass  # the buffer counts the expired lease and issues its prompt again
-        else:
-            await self._deliver(lease, result)
-        self._groups -= 1
-        self._room.set()
 
     async def _deliver(self, lease: Lease, result: GroupResult) -> None:
         for failure in result.failures:
@@ -86,6 +112,9 @@ class Rollouter(Actor):
             await self._producer.fail(lease.id, result.failures[-1].reason, result.failures[-1].traceback)
             return
         try:
+            if self._reference is not None:
+                with self.waiting(f"the reference policy to score the group of lease {lease.id}"):
+                    await self._reference.add(result.group)
             with self.waiting(f"room for the group of lease {lease.id}, or the buffer's answer"):
                 await self._producer.put(result.group)
         except WireError as error:  # what user code made of the group does not fit its lease

@@ -76,7 +76,7 @@ class Trainer(Actor):
             step = version + 1
             waited = time.monotonic()
             with self.waiting(f"the batch of step {step}"):
-                batch = await self._consumer.next_batch(step, version)
+                batch = await self._consumer.next_batch(step, version, self._learner.columns)
             metrics = {"time/wait_for_batch": time.monotonic() - waited}
             metrics |= await self.blocking(self._worker, lambda batch=batch: self._step(batch))  # type: ignore[misc]
             if self._publisher is not None:

@@ -51,11 +51,11 @@ class Workload:
         return len(self.prompts) if self.unit == "answers/s" else sum(self.lengths)
 
 
-def build_model() -> PreTrainedModel:
+def build_model(vocabulary: int = VOCABULARY) -> PreTrainedModel:
     """A Qwen3 of 1.2M parameters with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=160,
         intermediate_size=480,
         num_hidden_layers=4,

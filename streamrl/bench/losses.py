@@ -91,7 +91,7 @@ def _train(run_dir: Path, loss: str, lag: int, seed: int, steps: int | None, ove
     settings = [f"loss={loss}", f"max_lag={lag}", f"seed={seed}", "wandb=disabled", *overrides]
     if steps is not None:
         settings.append(f"steps={steps}")
-    if not _completed(run_dir):
+    if not completed(run_dir):
         shutil.rmtree(run_dir, ignore_errors=True)  # what an interrupted sweep left
         subprocess.run([*command, *settings], check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -110,7 +110,8 @@ def _train(run_dir: Path, loss: str, lag: int, seed: int, steps: int | None, ove
     )
 
 
-def _completed(run_dir: Path) -> bool:
+def completed(run_dir: Path) -> bool:
+    """Whether a run ended there as it should."""
     path = run_dir / "summary.json"
     return path.exists() and json.loads(path.read_text())["status"] == "completed"
 

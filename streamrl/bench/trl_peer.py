@@ -31,6 +31,7 @@ from streamrl.envs.environment import Completion, Environment, Reward, Task, loa
 from streamrl.envs.split import Split
 from streamrl.errors import ConfigError
 from streamrl.policy.model import load_model, load_tokenizer, prepare_model
+from streamrl.policy.warmup import Lesson
 from streamrl.schema import Config
 
 LEARNING_STEPS, RATE_STEPS = 500, DISCARDED + 10
@@ -115,7 +116,7 @@ def measure(config: Config, workload: Workload) -> Measured:
     torch.set_num_threads(THREADS)
     environment = load_environment(config)
     split = Split.of(environment, config)
-    checkpoint = prepare_model(config, lambda index: _pair(split.train(index)), lambda *_: None)
+    checkpoint = prepare_model(config, lambda index: _lesson(split.train(index)), lambda *_: None)
     tokenizer = load_tokenizer(checkpoint)
     held_out = split.held_out(config.eval.tasks)
     steps = LEARNING_STEPS if workload.measures_learning else RATE_STEPS
@@ -136,8 +137,8 @@ def measure(config: Config, workload: Workload) -> Measured:
     return Measured(rate(amounts, watch.ended), watch.seconds_to_target)
 
 
-def _pair(task: Task) -> tuple[str, str]:
-    return task.prompt, task.answer or ""
+def _lesson(task: Task) -> Lesson:
+    return [(task.prompt, False), (task.answer or "", True)]
 
 
 def _greedy(model: Any, tokenizer: Any, prompts: list[str], max_tokens: int) -> list[str]:

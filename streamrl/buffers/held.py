@@ -67,8 +67,11 @@ def check_delivery(group: GroupMeta, lease: Lease, max_length: int) -> None:
     where = f"group of lease {group.lease}"
     if group.prompt != lease.prompt:
         raise WireError(f"{where}: expected prompt {lease.prompt}, got {group.prompt}")
-    if not 1 <= len(group.trajectories) <= lease.group_size:
-        raise WireError(f"{where}: expected 1 to {lease.group_size} trajectories, got {len(group.trajectories)}")
+    if not group.trajectories:
+        raise WireError(f"{where}: expected trajectories of 1 to {lease.group_size} episodes, got none")
+    last = max(trajectory.episode for trajectory in group.trajectories)
+    if last >= lease.group_size:
+        raise WireError(f"{where}: expected episodes 0 to {lease.group_size - 1}, got {last}")
     longest = max(trajectory.length for trajectory in group.trajectories)
     if longest > max_length:
         raise WireError(

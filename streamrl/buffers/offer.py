@@ -12,8 +12,8 @@ from streamrl.buffers.batcher import plan
 from streamrl.buffers.wire.messages import GroupMeta, MicroBatches
 from streamrl.schema import Config
 
-AdvantageFn = Callable[[list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
-"""Rewards and sampled-token counts ``[G]`` of each group → advantages ``[G]`` of each group."""
+AdvantageFn = Callable[[list[np.ndarray], list[np.ndarray], list[np.ndarray]], list[np.ndarray]]
+"""Rewards, sampled-token counts and episodes ``[G]`` of each group → advantages ``[G]`` of each group."""
 
 WeightFn = Callable[[list[np.ndarray]], list[np.ndarray]]
 """Sampled-token counts ``[G]`` of each group → weight of one token of each trajectory, ``[G]`` per group."""
@@ -54,9 +54,10 @@ class Planner:
         """Advantages and token weights are over all ``groups``, whoever trains on them."""
         counts = [np.asarray([t.sampled for t in group.trajectories], dtype=np.int64) for group in groups]
         rewards = [np.asarray([t.reward for t in group.trajectories], dtype=np.float64) for group in groups]
+        episodes = [np.asarray([t.episode for t in group.trajectories], dtype=np.int64) for group in groups]
         return plan(
             groups,
-            self._advantages(rewards, counts),
+            self._advantages(rewards, counts, episodes),
             self._weights(counts),
             ranks=ranks,
             token_budget=self._config.trainer.token_budget,

@@ -8,7 +8,7 @@ trained on. What was handed out and not acknowledged was never trained, and is l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,14 +88,17 @@ def recorded_steps(folder: Path, epochs: int) -> Iterator[RecordedStep]:
             trained.pop(lease, None)
 
 
-def rank_batch(recorded: RecordedStep, planner: Planner, rank: int, max_lag: int) -> RankBatch:
-    """What ``rank`` trained on in that step, where ``planner`` has the run's settings."""
+def rank_batch(
+    recorded: RecordedStep, planner: Planner, rank: int, max_lag: int, columns: Collection[str] = ()
+) -> RankBatch:
+    """What ``rank`` trained on in that step, where ``planner`` has the run's settings; of the user's columns those
+    named."""
     described = {group.lease: group for group in recorded.groups}
 
     parts = planner.parts(recorded.groups, recorded.version, recorded.ranks)[rank]
     micro_batches = [
         [
-            unpack_part(part, described[part.lease], recorded.payloads[part.lease])
+            unpack_part(part, described[part.lease], recorded.payloads[part.lease], columns)
             for part in some
             if part.lease in recorded.payloads
         ]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -26,6 +26,8 @@ _PREFILL_COST = 0.5
 """What starting a prefill forward pass costs however few its tokens, in decode steps of all slots."""
 
 Finished = list[tuple[Request, Generation]]
+Decode = Callable[[list[int]], str]
+"""The text of token ids, special tokens included."""
 
 
 def plan_prefill(prompts: Sequence[np.ndarray], budget: int) -> list[list[int]]:
@@ -45,8 +47,12 @@ def plan_prefill(prompts: Sequence[np.ndarray], budget: int) -> list[list[int]]:
 class EngineCore:
     """Continuous batching over a fixed number of slots. Methods are called between steps, by one thread."""
 
-    def __init__(self, runner: ModelRunner, slots: int, max_length: int, *, recompute: bool) -> None:
+    def __init__(
+        self, runner: ModelRunner, slots: int, max_length: int, *, recompute: bool, decode: Decode | None = None
+    ) -> None:
+        """``decode`` is needed by requests with stop strings."""
         self.runner = runner
+        self._decode_text = decode
         self.version = -1
         self.paused = False
         self._recompute = recompute
@@ -84,9 +90,9 @@ class EngineCore:
     def resume(self) -> None:
         self.paused = False
 
-    def score(self, tokens: np.ndarray, temperature: float) -> np.ndarray:
+    def score(self, rows: Sequence[np.ndarray], temperature: float) -> list[np.ndarray]:
         started = time.perf_counter()
-        scores = self.runner.score(tokens, temperature)
+        scores = self.runner.score(rows, temperature)
         self._busy_s += time.perf_counter() - started
         return scores
 
@@ -168,6 +174,10 @@ class EngineCore:
         tokens, logprobs = sample(logits, self._table.inputs(slots))
         self._generated += len(slots)
         stopped, full = self._table.append(slots, tokens, logprobs)
+        if self._decode_text is not None:
+            said = self._table.complete_string(slots, self._decode_text)
+            if said:
+                stopped, full = np.union1d(stopped, said), np.setdiff1d(full, said)
         finished = [self._table.finish(slot, self.version, "stop") for slot in stopped.tolist()]
         finished += [self._table.finish(slot, self.version, "length") for slot in full.tolist()]
         return finished

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from streamrl.engines.core import EngineCore
+from streamrl.engines.core import Decode, EngineCore
 from streamrl.engines.model_runner import ModelRunner
 from streamrl.engines.slots import Request
 from streamrl.errors import ConfigError, WeightSyncError
@@ -55,6 +55,15 @@ class _Command:
     reply: asyncio.Future[Any] | None = None
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Tokens int32 ``[T]`` to score."""
+
+    tokens: np.ndarray
+    temperature: float
+    reply: asyncio.Future[Any]
+
+
 _Outcome = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
@@ -63,12 +72,20 @@ class EmbeddedEngine:
 
     ``slots`` sequences decode at once, of at most ``max_length`` tokens, prompt included. ``kv`` is the policy for the
     KV cache of running requests at a weight update: ``keep`` (stale KV stays) or ``recompute`` (from the new weights).
-    Greedy requests (``temperature=0``) get the log-prob of temperature 1 without truncation.
+    Greedy requests (``temperature=0``) get the log-prob of temperature 1 without truncation. ``decode`` gives the text
+    of token ids, special tokens included, and is called by the engine's own thread; requests with stop strings need it.
     Raises ``ConfigError`` for a model or setting that cannot be served.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, slots: int, max_length: int, kv: str = "keep", threads: int = 1
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        max_length: int,
+        kv: str = "keep",
+        threads: int = 1,
+        decode: Decode | None = None,
     ) -> None:
         if kv not in ("keep", "recompute"):
             raise ConfigError(f"engine.kv: expected 'keep' or 'recompute', got {kv!r}")
@@ -78,13 +95,16 @@ class EmbeddedEngine:
             )
         self._max_length = max_length
         self._threads = threads
-        self._core = EngineCore(ModelRunner(model, slots, max_length), slots, max_length, recompute=kv == "recompute")
+        self._decodes = decode is not None
+        runner = ModelRunner(model, slots, max_length)
+        self._core = EngineCore(runner, slots, max_length, recompute=kv == "recompute", decode=decode)
         self._state = _State.NEW
         self._failure: Exception | None = None
         self._condition = threading.Condition()
         self._inbox: list[Request | _Command] = []
         self._closing = False
         self._arrivals: list[Request] = []
+        self._asked: list[_Asked] = []
         self._pending: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future[None]
@@ -117,6 +137,8 @@ class EmbeddedEngine:
         self._require_running()
         prompt = self._tokens("prompt", prompt_ids, self._max_length - 1)
         _check_params(params)
+        if params.stop_strings and not self._decodes:
+            raise ValueError("sampling: stop_strings need an engine that was given its tokenizer's decode")
         request = Request(prompt, params, reply=self._future())
         if not self._arrivals:
             # One hand-over per turn of the event loop: requests of a group reach the core together and share a prefill.
@@ -132,8 +154,11 @@ class EmbeddedEngine:
         self._require_running()
         if not temperature > 0:
             raise ValueError(f"score: temperature must be over 0, got {temperature}")
-        tokens = self._tokens("score", token_ids, self._max_length)
-        return await self._call(partial(self._core.score, tokens, temperature))
+        asked = _Asked(self._tokens("score", token_ids, self._max_length), temperature, self._future())
+        if not self._asked:
+            self._loop.call_soon(self._flush_asked)  # as with requests: one hand-over, and one pass for many rows
+        self._asked.append(asked)
+        return await asked.reply
 
     async def pause(self) -> None:
         """Returns when the core stands still between two steps; at most one prefill and one decode step away."""
@@ -191,6 +216,16 @@ class EmbeddedEngine:
     def _flush(self) -> None:
         arrivals, self._arrivals = self._arrivals, []
         self._post(arrivals)
+
+    def _flush_asked(self) -> None:
+        asked, self._asked = self._asked, []
+        for temperature in dict.fromkeys(each.temperature for each in asked):
+            some = [each for each in asked if each.temperature == temperature and not each.reply.done()]
+            if not some:
+                continue
+            scores = self._future()
+            scores.add_done_callback(partial(_hand_out, [each.reply for each in some]))
+            self._post([_Command(partial(self._core.score, [each.tokens for each in some], temperature), scores)])
 
     def _withdraw(self, request: Request) -> None:
         if request in self._arrivals:
@@ -265,6 +300,14 @@ def _run(command: _Command) -> list[_Outcome]:
     return [] if command.reply is None else [(command.reply, result, error)]
 
 
+def _hand_out(replies: list[asyncio.Future[Any]], scores: asyncio.Future[Any]) -> None:
+    """The scores of many, each to whoever asked for it. An engine that fails or closes ends all replies itself."""
+    if not scores.cancelled() and scores.exception() is None:
+        for reply, own in zip(replies, scores.result(), strict=True):
+            if not reply.done():
+                reply.set_result(own)
+
+
 def _check_params(params: SamplingParams) -> None:
     """``ValueError`` for sampling parameters that mean nothing."""
     problem = ""
@@ -276,5 +319,7 @@ def _check_params(params: SamplingParams) -> None:
         problem = f"top_p must be over 0 and at most 1 (off), got {params.top_p}"
     elif params.max_tokens < 1:
         problem = f"max_tokens must be at least 1, got {params.max_tokens}"
+    elif not all(params.stop_strings):
+        problem = f"stop_strings must not be empty, got {params.stop_strings}"
     if problem:
         raise ValueError(f"sampling: {problem}")

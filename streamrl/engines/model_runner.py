@@ -18,6 +18,20 @@ from transformers import PreTrainedModel
 from streamrl.engines.slots import DecodeWrite, PrefillWrite, SlotCache
 from streamrl.errors import ConfigError, WeightSyncError
 
+SCORE_ELEMENTS = 1 << 24
+"""Logits of one pass of ``score``: 64 MiB in float32."""
+
+
+def plan_scores(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Indices of rows by length, dealt to passes of at most ``tokens`` padded tokens; a longer row has its own."""
+    passes: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if passes and (len(passes[-1]) + 1) * lengths[row] <= tokens:
+            passes[-1].append(row)
+        else:
+            passes.append([row])
+    return passes
+
 
 def refuse_unsupported(model: PreTrainedModel, max_length: int) -> None:
     """Raise ``ConfigError`` for a model whose layers, head or positions the slot cache cannot serve."""
@@ -134,13 +148,22 @@ class ModelRunner:
         return self.head(self._hidden(self._put(tokens)[:, None], position, mask)[:, 0])
 
     @torch.inference_mode()
-    def score(self, tokens: np.ndarray, temperature: float) -> np.ndarray:
-        """Log-probs float32 ``[T]`` of ``tokens`` by one plain forward pass without a cache; the first is 0."""
-        ids = self._put(tokens.astype(np.int64))
-        hidden = self._base(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-        logprobs = (self.head(hidden) / temperature).log_softmax(dim=-1)
-        scores = np.zeros(len(tokens), dtype=np.float32)
-        scores[1:] = logprobs.gather(1, ids[1:, None])[:, 0].numpy(force=True)
+    def score(self, rows: Sequence[np.ndarray], temperature: float) -> list[np.ndarray]:
+        """Log-probs float32 ``[T]`` of the tokens of each row, the first 0, by plain forward passes without a cache.
+
+        Rows of about the same length share a pass, padded on the right as in ``prefill``.
+        """
+        scores = [np.zeros(len(row), dtype=np.float32) for row in rows]
+        for chosen in plan_scores([len(row) for row in rows], SCORE_ELEMENTS // self.vocabulary):
+            ids = np.zeros((len(chosen), len(rows[chosen[-1]])), dtype=np.int64)
+            for line, row in zip(ids, chosen, strict=True):
+                line[: len(rows[row])] = rows[row]
+            tokens = self._put(ids)
+            hidden = self._base(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
+            logprobs = (self.head(hidden) / temperature).log_softmax(dim=-1)
+            found = logprobs.gather(2, tokens[:, 1:, None])[:, :, 0].numpy(force=True)
+            for line, row in zip(found, chosen, strict=True):
+                scores[row][1:] = line[: len(rows[row]) - 1]
         return scores
 
     def check(self) -> None:

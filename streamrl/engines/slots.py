@@ -7,8 +7,9 @@ Shapes: ``[slots, …]``; KV ``[slots, kv_heads, capacity, head_dim]`` per layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,8 @@ from streamrl.engines.sampling import SamplerInputs
 from streamrl.types import Generation, SamplingParams, VersionSpans, append_version
 
 _SMALLEST_CAPACITY = 64
+_MORE_TOKENS = 4
+"""Tokens that are decoded before those that can hold a stop string: a tokenizer may write the first one otherwise."""
 
 
 @dataclass(eq=False)
@@ -36,6 +39,11 @@ class Request:
     """Versions of the sampled tokens up to the last weight update."""
     stamped: int = 0
     """Sampled tokens that ``spans`` covers."""
+
+    @cached_property
+    def stop_window(self) -> int:
+        """So many tokens at the end hold any stop string that they complete; a token has at least one byte."""
+        return max(len(text.encode()) for text in self.params.stop_strings) + _MORE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,8 @@ class SlotTable:
         self.greedy = np.zeros(slots, dtype=bool)
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.stop = np.full((slots, 1), -1, dtype=np.int64)
+        self.reading = np.zeros(slots, dtype=bool)
+        """The request has stop strings."""
         self.tokens = np.zeros((slots, max_length), dtype=np.int32)
         self.logprobs = np.zeros((slots, max_length), dtype=np.float32)
 
@@ -196,6 +206,7 @@ class SlotTable:
         self.top_p[slot] = 1.0 if greedy else params.top_p
         self.seed[slot] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
         self._set_stop(slot, params.stop_token_ids)
+        self.reading[slot] = bool(params.stop_strings)
         self.tokens[slot, :width] = request.prompt
         return slot
 
@@ -226,6 +237,18 @@ class SlotTable:
         stopped = (self.stop[slots] == tokens[:, None]).any(axis=1)
         full = (position + 1 >= self.limit[slots]) & ~stopped
         return slots[stopped], slots[full]
+
+    def complete_string(self, slots: np.ndarray, decode: Callable[[list[int]], str]) -> list[int]:
+        """Those of ``slots`` whose last token completed a stop string of their request."""
+        return [slot for slot in slots[self.reading[slots]].tolist() if self._completes_string(slot, decode)]
+
+    def _completes_string(self, slot: int, decode: Callable[[list[int]], str]) -> bool:
+        request = self.requests[slot]
+        assert request is not None
+        end = int(self.length[slot])
+        start = max(int(self.prompt_length[slot]), end - request.stop_window)
+        text = decode(self.tokens[slot, start:end].tolist())
+        return any(stop in text for stop in request.params.stop_strings)
 
     def stamp(self, version: int) -> None:
         """Close the version span of every running request: tokens so far are of ``version``."""
@@ -260,7 +283,7 @@ class SlotTable:
         self.holes.clear()
         if sources:
             columns: tuple[np.ndarray, ...] = (self.length, self.prompt_length, self.limit, self.temperature)
-            columns += (self.top_k, self.top_p, self.greedy, self.seed, self.stop)
+            columns += (self.top_k, self.top_p, self.greedy, self.seed, self.stop, self.reading)
             for column in columns:
                 column[targets] = column[sources]
             width = int(self.length[targets].max())

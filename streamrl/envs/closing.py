@@ -1,7 +1,7 @@
-"""When a group is closed: with all of its trajectories, or without its stragglers (``group.on_straggler``).
+"""When a group is closed: with all of its episodes, or without its stragglers (``group.on_straggler``).
 
-A straggler is cancelled together with its request to the engine. What a group holds is settled at one moment: a
-trajectory that is finished by then is whole, any other is absent, whatever becomes of it while it is cancelled.
+A straggler is cancelled together with its request to the engine. What a group holds is settled at one moment: an
+episode that is finished by then is whole, any other is absent, whatever becomes of it while it is cancelled.
 """
 
 from __future__ import annotations
@@ -11,51 +11,65 @@ import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
+from streamrl.envs.episode import Episode
 from streamrl.envs.failure import Failure, place
-from streamrl.envs.session import Session
 from streamrl.schema import GroupConfig
 from streamrl.types import Trajectory
 
-Episode = Coroutine[None, None, Trajectory | Failure]
-Member = asyncio.Task[Trajectory | Failure]
+
+@dataclass(frozen=True)
+class Played:
+    """An episode that finished."""
+
+    trajectories: list[Trajectory]
+    """At least one; several where it branched or its history was rewritten."""
+
+    @property
+    def reward(self) -> float:
+        """The mean of the different rewards of its trajectories."""
+        rewards = {each.reward for each in self.trajectories}
+        return math.fsum(rewards) / len(rewards)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A trajectory that was cancelled because its group was closed. It is no failure of the user's code."""
+    """An episode that was cancelled because its group was closed. It is no failure of the user's code."""
 
     reason: str
-    """One line: why the group was closed, and where in the user's code the trajectory was."""
+    """One line: why the group was closed, and where in the user's code the episode was."""
+
+
+Member = asyncio.Task[Played | Failure]
 
 
 @dataclass(frozen=True)
 class ClosingPolicy:
-    """For how long a group waits for its trajectories."""
+    """For how long a group waits for its episodes."""
 
     enough: int
-    """Finished trajectories that make a group, ``group.min_size``."""
+    """Finished episodes that make a group, ``group.min_size``."""
     straggler_s: float | None
-    """Seconds from the ``enough``-th finished trajectory until the group is closed; None: it waits for all."""
+    """Seconds from the ``enough``-th finished episode until the group is closed; None: it waits for all."""
 
     @classmethod
     def of(cls, group: GroupConfig) -> ClosingPolicy:
         return cls(group.min_size, group.straggler_s if group.on_straggler == "close" else None)
 
     async def play(
-        self, sessions: Sequence[Session], episodes: Sequence[Episode]
-    ) -> list[Trajectory | Failure | Straggler]:
+        self, episodes: Sequence[Episode], coroutines: Sequence[Coroutine[None, None, Played | Failure]]
+    ) -> list[Played | Failure | Straggler]:
         """What became of every episode, in order. Cancelling the call cancels all of them.
 
         The first exception of an episode (an error of the engine) ends all and is raised as it is, not in a group.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                members = [tasks.create_task(each) for each in episodes]
+                members = [tasks.create_task(each) for each in coroutines]
                 reason = await self._closed(members)
                 late = [not member.done() for member in members]
-                for member, session, is_late in zip(members, sessions, late, strict=True):
+                for member, episode, is_late in zip(members, episodes, late, strict=True):
                     if is_late:
-                        session.close()  # user code that survives its cancellation samples no more
+                        episode.close()  # user code that survives its cancellation samples no more
                         member.cancel()
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -75,7 +89,7 @@ class ClosingPolicy:
         while running:
             left = None if closes_at == math.inf else max(0.0, closes_at - now())
             ended, running = await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            finished += sum(isinstance(member.result(), Trajectory) for member in ended)
+            finished += sum(isinstance(member.result(), Played) for member in ended)
             if not ended:
                 return f"still running group.straggler_s={self.straggler_s:g} after {self._enough_of(members)} finished"
             if finished + len(running) < self.enough:
@@ -85,7 +99,7 @@ class ClosingPolicy:
         return ""
 
     def _enough_of(self, members: Sequence[Member]) -> str:
-        return f"group.min_size={self.enough} of {len(members)} trajectories"
+        return f"group.min_size={self.enough} of {len(members)} episodes"
 
 
 def _straggler(member: Member, reason: str) -> Straggler:

@@ -1,6 +1,6 @@
 """What a user writes, and how it is found: ``env.name = "package.module:Name"``.
 
-Two forms, both in about ten lines (docs/environments.md)::
+Three forms, each in about ten lines (docs/environments.md)::
 
     async def my_env(task, policy):                    # makes its own prompt from task.random
         return float(...)
@@ -10,7 +10,12 @@ Two forms, both in about ten lines (docs/environments.md)::
         def task(self, index: int) -> Task: ...        # deterministic in index
         async def episode(self, task, policy) -> float | Reward: ...
 
-A class may say how many tasks there are by ``__len__`` and its name in the metrics by ``name``.
+    class Game:                                        # one instance per episode
+        def reset(self, task) -> str: ...              # or chat messages
+        def step(self, action: str) -> tuple[str, float, bool]: ...
+
+All may be ``async`` or plain; plain code runs in a thread of its own (``threads.py``). A class may say how many tasks
+there are by ``__len__`` and its name in the metrics by ``name``.
 """
 
 from __future__ import annotations
@@ -19,15 +24,21 @@ import inspect
 import random
 import re
 import types
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.envs.failure import one_line
+from streamrl.envs.hooks import Hooks
 from streamrl.envs.loading import import_module_of, nearest
+from streamrl.envs.stepping import stepped
+from streamrl.envs.threads import in_thread
 from streamrl.errors import ConfigError, EnvironmentFailed
 from streamrl.schema import Config
+
+if TYPE_CHECKING:
+    from streamrl.envs.chat.capture import ChatTurn
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,11 @@ class Task:
     metadata: dict[str, Any] = field(default_factory=dict)
     index: int = 0
     """Where the task comes from; set by the loader."""
+    demonstration: Sequence[str | Mapping[str, Any]] = ()
+    """A whole trajectory done right, for the supervised warm-up: texts that alternate between environment and policy,
+    beginning with the prompt, or chat messages."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools that the demonstration's messages were written with, as ``policy.chat`` takes them."""
 
     @cached_property
     def random(self) -> random.Random:
@@ -71,22 +87,46 @@ class Completion:
     """One sampled turn."""
 
     text: str
-    """Without special tokens such as the end token."""
+    """Without special tokens such as the end token, and up to a stop string."""
     token_ids: tuple[int, ...]
-    """As sampled, the stop token included."""
+    """As sampled, the end token or stop string included."""
     finish_reason: str
-    """``stop`` (a stop token was sampled) or ``length`` (no tokens were left)."""
+    """``stop`` (the end token or a stop string was sampled) or ``length`` (no tokens were left)."""
+    logprobs: tuple[float, ...] = ()
+    """Of ``token_ids``, under the policy that sampled them; empty where no engine did."""
 
 
 class Policy(Protocol):
-    """What an episode samples from."""
+    """What an episode samples from (``session.Session``)."""
 
     async def complete(
-        self, text: str, max_tokens: int | None = None, stop: str | Iterable[str] | None = None
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: str | Iterable[str] | None = None
     ) -> Completion: ...
 
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: str | Iterable[str] | None = None,
+    ) -> ChatTurn: ...
 
-Episode = Callable[[Task, Any], Awaitable["float | Reward"]]
+    async def clip(self, text: str, tokens: int) -> str: ...
+
+    def branch(self) -> Policy: ...
+
+    def reward(self, value: float) -> None: ...
+
+    def finish(self, reward: float | Reward) -> None: ...
+
+    @property
+    def base_url(self) -> str: ...
+
+    @property
+    def api_key(self) -> str: ...
+
+
+EpisodeFunction = Callable[[Task, Any], Coroutine[Any, Any, "float | Reward"]]
 
 
 @dataclass(frozen=True)
@@ -95,18 +135,40 @@ class Environment:
 
     name: str
     """Short name for ``reward/<env>/mean``."""
-    episode: Episode
+    episode: EpisodeFunction
     make_task: Callable[[int], Task] | None = None
     """None where the episode makes its own prompt."""
     size: int | None = None
     """How many tasks there are; None: any index is a task."""
+    hooks: Hooks = Hooks()
 
     def task(self, index: int) -> Task:
         """The task of ``index``; raises ``EnvironmentFailed`` naming the user's line where it cannot be made."""
-        if self.make_task is None:
+        return self._made(self.make_task, index)
+
+    def training_task(self, index: int) -> Task:
+        """As ``task``, for an episode that is trained on."""
+        return self._made(self.hooks.training_task or self.make_task, index)
+
+    def name_of(self, task: Task) -> str:
+        """The name in the metrics for ``task``."""
+        return self.name if self.hooks.env_of is None else self.hooks.env_of(task)
+
+    def played(self, task: Task, rewards: Sequence[float]) -> None:
+        """Tell the environment what the episodes of a training task were worth."""
+        if self.hooks.played is not None:
+            self.hooks.played(task, rewards)
+
+    async def close(self) -> None:
+        """End what the environment left running in this process."""
+        if self.hooks.close is not None:
+            await self.hooks.close()
+
+    def _made(self, make_task: Callable[[int], Task] | None, index: int) -> Task:
+        if make_task is None:
             return Task(index=index)
         try:
-            task = self.make_task(index)
+            task = make_task(index)
         except Exception as error:  # user code may raise anything; it is named
             raise EnvironmentFailed(f"{self.name}: task({index}) raised {one_line(error)}") from error
         if not isinstance(task, Task) or not isinstance(task.prompt, str):
@@ -145,28 +207,27 @@ def _find(module: types.ModuleType, name: str, where: str) -> Any:
         offered = [key for key, value in vars(module).items() if not key.startswith("_") and _is_kind(value)]
         raise ConfigError(f"{where}: {module.__name__} has no {name!r}{nearest(name, offered)}")
     if inspect.isclass(target):
-        if not callable(getattr(target, "episode", None)):
-            raise ConfigError(f"{where}: class {name} has no method `async def episode(self, task, policy)`")
+        if not any(callable(getattr(target, method, None)) for method in ("episode", "step")):
+            raise ConfigError(
+                f"{where}: class {name} has no method `episode(self, task, policy)`, nor `reset` and `step`"
+            )
     elif not callable(target):
-        raise ConfigError(f"{where}: expected an async function or a class, got {type(target).__name__}")
+        raise ConfigError(f"{where}: expected a function or a class, got {type(target).__name__}")
     return target
 
 
 def _is_kind(value: object) -> bool:
-    return inspect.iscoroutinefunction(value) or (inspect.isclass(value) and hasattr(value, "episode"))
+    return inspect.isfunction(value) or (
+        inspect.isclass(value) and (hasattr(value, "episode") or hasattr(value, "step"))
+    )
 
 
 def _from_function(function: Any, name: str, options: Mapping[str, Any], where: str) -> Environment:
-    _check_async(function, name, where)
     parameters = list(inspect.signature(function).parameters.values())
     _check_options(parameters[2:], options, f"function {name}", where)
     _check_call(function, (None, None), options, f"{name}(task, policy)", where)
 
-    async def episode(task: Task, policy: Any) -> float | Reward:
-        result: float | Reward = await function(task, policy, **options)
-        return result
-
-    return Environment(_short_name(name, where), episode if options else function)
+    return Environment(_short_name(name, where), _episode(function, name, options, where))
 
 
 def _from_class(cls: type, options: Mapping[str, Any], where: str) -> Environment:
@@ -180,15 +241,19 @@ def _from_class(cls: type, options: Mapping[str, Any], where: str) -> Environmen
     except Exception as error:  # user code may raise anything; it is named
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ConfigError(f"{where}: {cls.__name__}({given:.80}) raised {one_line(error)}") from error
-    _check_async(instance.episode, f"{cls.__name__}.episode", where)
-    _check_call(instance.episode, (None, None), {}, f"{cls.__name__}.episode(self, task, policy)", where)
+    if hasattr(instance, "episode"):
+        _check_call(instance.episode, (None, None), {}, f"{cls.__name__}.episode(self, task, policy)", where)
+        episode: EpisodeFunction = _episode(instance.episode, f"{cls.__name__}.episode", {}, where)
+    else:
+        episode = stepped(cls, instance, options, where)
     make_task = getattr(instance, "task", None)
     if make_task is not None:
         if not callable(make_task) or inspect.iscoroutinefunction(make_task):
             raise ConfigError(f"{where}: {cls.__name__}.task must be a plain method `def task(self, index) -> Task`")
         _check_call(make_task, (0,), {}, f"{cls.__name__}.task(self, index)", where)
     name = getattr(instance, "name", cls.__name__.lower())
-    return Environment(_short_name(name, where), instance.episode, make_task, _size(instance, cls, where))
+    hooks = Hooks.of(instance, where) if hasattr(instance, "episode") else Hooks()
+    return Environment(_short_name(name, where), episode, make_task, _size(instance, cls, where), hooks)
 
 
 def _size(instance: Any, cls: type, where: str) -> int | None:
@@ -208,9 +273,20 @@ def _short_name(name: object, where: str) -> str:
     return name
 
 
-def _check_async(function: Any, title: str, where: str) -> None:
+def _episode(function: Any, title: str, options: Mapping[str, Any], where: str) -> EpisodeFunction:
+    """``function`` behind one shape: a coroutine function of task and policy."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"{where}: {title} is a generator; it must return a number or a Reward, and yield nothing")
     if not inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{where}: {title} is not a coroutine function; write `async def {title.rpartition('.')[2]}`")
+        return in_thread(function, dict(options))
+    if not options:
+        return function
+
+    async def episode(task: Task, policy: Any) -> float | Reward:
+        result: float | Reward = await function(task, policy, **options)
+        return result
+
+    return episode
 
 
 def _check_options(parameters: list[inspect.Parameter], options: Mapping[str, Any], owner: str, where: str) -> None:

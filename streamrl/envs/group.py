@@ -1,7 +1,7 @@
-"""Runs user code: the G trajectories of a lease into a ``Group``, or held-out tasks into an accuracy.
+"""Runs user code: the G episodes of a lease into a ``Group``, or held-out tasks into an accuracy.
 
-Consumes leases, produces groups. A trajectory whose episode raises, times out or returns no usable reward fails alone;
-an error of the engine is not the environment's and propagates. When a group is closed: ``closing.py``.
+Consumes leases, produces groups. An episode that raises, times out or returns no usable reward fails alone; an error of
+the engine is not the environment's and propagates. When a group is closed: ``closing.py``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from streamrl.envs.closing import ClosingPolicy, Straggler
+from streamrl.envs.closing import ClosingPolicy, Played, Straggler
+from streamrl.envs.codec import Codec, Tokenizer
 from streamrl.envs.environment import Reward, Task
-from streamrl.envs.failure import Failure, failure_of, traceback_of
+from streamrl.envs.episode import Episode, Host, Limits, is_context_full
+from streamrl.envs.failure import Failure, failure_of, timed_out, traceback_of
+from streamrl.envs.guard import Expired, bounded, left_behind
 from streamrl.envs.returned import checked_reward
-from streamrl.envs.session import Codec, ContextFull, Limits, Session, Tokenizer
+from streamrl.envs.session import Session
 from streamrl.envs.split import Split
+from streamrl.envs.threads import EpisodeOver
 from streamrl.errors import EnvironmentFailed
 from streamrl.ports import Engine
 from streamrl.schema import Config
-from streamrl.types import Group, Lease, Trajectory
+from streamrl.types import Group, Lease
 
 _T = TypeVar("_T")
 
@@ -31,7 +35,8 @@ class GroupResult:
     """What came of one lease."""
 
     group: Group | None
-    """Trajectories in the order in which they were begun; None where fewer than ``group.min_size`` finished."""
+    """Trajectories in the order in which their episodes were begun; None where fewer than ``group.min_size`` episodes
+    finished."""
     failures: list[Failure]
     stragglers: list[Straggler] = field(default_factory=list)
     """What was cancelled because the group was closed; every episode that was begun is in one of the three."""
@@ -62,12 +67,16 @@ class EvalResult:
 class GroupRunner:
     """Runs the episodes of one environment on one engine. Stateless but for the memory of encoded texts."""
 
-    def __init__(self, split: Split, engine: Engine, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(
+        self, split: Split, engine: Engine, tokenizer: Tokenizer, config: Config, host: Host | None = None
+    ) -> None:
+        """``host`` serves the episodes to clients that speak HTTP."""
         sampling = config.sampling
         self.split = split
         self._environment = split.environment
         self._engine = engine
-        self._codec = Codec(tokenizer)
+        self._host = host
+        self._codec = Codec(tokenizer, config.model.tool_format)
         self._seed = config.seed
         self._timeout_s = config.env.timeout_s
         self._closing = ClosingPolicy.of(config.group)
@@ -87,81 +96,92 @@ class GroupRunner:
             task = self.split.train(lease.prompt)
         except EnvironmentFailed as error:
             return GroupResult(None, [Failure(str(error), traceback_of(error.__cause__ or error))])
-        sessions = [
-            Session(self._engine, self._codec, self._limits, (self._seed, lease.prompt, lease.attempt, member))
-            for member in range(lease.group_size)
+        episodes = [
+            self._episode(self._limits, (lease.prompt, lease.attempt, member)) for member in range(lease.group_size)
         ]
-        outcomes = await self._closing.play(sessions, [self._play(task.copy(), session) for session in sessions])
-        finished = [each for each in outcomes if isinstance(each, Trajectory)]
-        enough = len(finished) >= self._closing.enough
-        return GroupResult(
-            Group(lease.id, lease.prompt, self._environment.name, finished) if enough else None,
-            [each for each in outcomes if isinstance(each, Failure)],
-            [each for each in outcomes if isinstance(each, Straggler)],
-        )
+        coroutines = [self._play(task.copy(), episode, member) for member, episode in enumerate(episodes)]
+        outcomes = await self._closing.play(episodes, coroutines)
+        finished = [each for each in outcomes if isinstance(each, Played)]
+        failures = [each for each in outcomes if isinstance(each, Failure)]
+        group = None
+        if len(finished) >= self._closing.enough:
+            try:
+                group = self._group(lease, task, finished)
+            except Exception as error:  # noqa: BLE001 user code may raise anything; it fails this group
+                failures.append(failure_of(error))
+        return GroupResult(group, failures, [each for each in outcomes if isinstance(each, Straggler)])
+
+    def _group(self, lease: Lease, task: Task, finished: Sequence[Played]) -> Group:
+        self._environment.played(task, [each.reward for each in finished])
+        trajectories = [trajectory for each in finished for trajectory in each.trajectories]
+        return Group(lease.id, lease.prompt, self._environment.name_of(task), trajectories)
+
+    def _episode(self, limits: Limits, key: tuple[int, int, int]) -> Episode:
+        return Episode(self._engine, self._codec, limits, (self._seed, *key), self._host)
 
     async def evaluate(self, tasks: Sequence[Task]) -> EvalResult:
         """Play every task once, greedily (temperature 0), as many at once as the engine has slots."""
-        sessions = [
-            Session(self._engine, self._codec, self._greedy, (self._seed, index, 0, 0)) for index in range(len(tasks))
-        ]
-        outcomes: dict[int, Trajectory | Failure] = {}
+        episodes = [self._episode(self._greedy, (index, 0, 0)) for index in range(len(tasks))]
+        outcomes: dict[int, Played | Failure] = {}
         waiting = iter(range(len(tasks)))
 
         async def worker() -> None:
             for index in waiting:
-                outcomes[index] = await self._play(tasks[index].copy(), sessions[index])
+                outcomes[index] = await self._play(tasks[index].copy(), episodes[index])
 
         await _together([worker() for _ in range(min(self._concurrency, len(tasks)))])
         ordered = [outcomes[index] for index in range(len(tasks))]
-        finished = [each for each in ordered if isinstance(each, Trajectory)]
-        rewards = [each.reward if isinstance(each, Trajectory) else 0.0 for each in ordered]
+        rewards = [each.reward if isinstance(each, Played) else 0.0 for each in ordered]
+        finished = [trajectory for each in ordered if isinstance(each, Played) for trajectory in each.trajectories]
         return EvalResult(
             accuracy=sum(reward >= 1.0 for reward in rewards) / len(rewards) if rewards else math.nan,
-            answers=[
-                Answer(session.prompt_text, session.answer_text, reward)
-                for session, reward in zip(sessions, rewards, strict=True)
-            ],
+            answers=[Answer(*episode.texts(), reward) for episode, reward in zip(episodes, rewards, strict=True)],
             failures=[each for each in ordered if isinstance(each, Failure)],
             versions=tuple(sorted({version for each in finished for version, _ in each.versions})),
         )
 
-    async def _play(self, task: Task, session: Session) -> Trajectory | Failure:
-        """One episode. Raises only the engine's errors, and ``CancelledError`` when it is cancelled itself."""
-        deadline = asyncio.timeout(self._timeout_s)
+    async def _play(self, task: Task, episode: Episode, member: int = 0) -> Played | Failure:
+        """One episode. Raises the engine's errors, ``CancelledError`` when it is cancelled itself, and
+        ``EnvironmentFailed`` where too much user code hangs for good.
+        """
         try:
-            async with deadline:
-                returned = await self._environment.episode(task, session)
-            outcome = _finish(session, returned)
+            outcome = await self._outcome(task, episode, member)
+        except asyncio.CancelledError:
+            if episode.engine_error is not None:
+                raise episode.engine_error from None
+            raise
+        finally:
+            episode.close()
+        if episode.engine_error is not None:
+            raise episode.engine_error
+        left_behind.check()
+        return outcome
+
+    async def _outcome(self, task: Task, episode: Episode, member: int) -> Played | Failure:
+        try:
+            returned = await bounded(self._environment.episode(task, Session(episode)), self._timeout_s)
+            return _finish(episode, returned, member)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
-            outcome = failure_of(error, "cancelled by itself: user code awaited something that was cancelled")
-        except (Exception, SystemExit) as error:  # noqa: BLE001 user code may raise anything; it fails this trajectory
-            outcome = self._outcome_of(error, deadline.expired(), session)
-        finally:
-            session.close()
-        if session.engine_error is not None:
-            raise session.engine_error
-        return outcome
-
-    def _outcome_of(self, error: BaseException, expired: bool, session: Session) -> Trajectory | Failure:
-        if isinstance(error, ContextFull) and session.turns:
-            return session.trajectory(Reward(0.0))  # the policy talked until there was no room: truncated, reward 0
-        if isinstance(error, TimeoutError) and expired:
-            return failure_of(error.__cause__ or error, f"timed out after env.timeout_s={self._timeout_s:g}")
-        return failure_of(error)
+            return failure_of(error, "cancelled by itself: user code awaited something that was cancelled")
+        except Expired as error:
+            return timed_out(error.__cause__, self._timeout_s)
+        except (Exception, SystemExit, EpisodeOver) as error:  # noqa: BLE001 user code may raise anything
+            if is_context_full(error) and episode.sampled:
+                return Played(episode.trajectories(Reward(0.0), member))  # it talked until there was no room
+            return failure_of(error)
 
 
-def _finish(session: Session, returned: object) -> Trajectory | Failure:
-    """The trajectory of an episode that returned, or why it cannot be used."""
-    if not session.close():
-        return Failure("the episode returned while policy.complete was still running; await every call", "")
-    if not session.turns:
+def _finish(episode: Episode, returned: object, member: int) -> Played | Failure:
+    """The trajectories of an episode that returned, or why they cannot be used."""
+    if not episode.close():
+        return Failure("the episode returned while a call of the policy was still running; await every call", "")
+    if not episode.sampled:
         return Failure("the episode returned without sampling; it must await policy.complete at least once", "")
     try:
-        return session.trajectory(checked_reward(returned))
+        return Played(episode.trajectories(checked_reward(returned), member))
     except EnvironmentFailed as error:
         return Failure(str(error), "")
 

@@ -1,4 +1,4 @@
-"""The ``policy`` of one trajectory: it samples for user code and records every token exactly.
+"""The ``policy`` of one episode: it samples for user code and records every token exactly.
 
 Text that the environment gives is encoded once and appended; tokens that the policy sampled stay as sampled, the end
 token included. Nothing is ever decoded and encoded again, so what the trainer sees is what the engine saw.
@@ -6,245 +6,129 @@ token included. Nothing is ever decoded and encoded again, so what the trainer s
 
 from __future__ import annotations
 
-import asyncio
-import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from functools import lru_cache
-from typing import Any, Protocol
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from numbers import Real
+from typing import Any
 
-import numpy as np
-import xxhash
-
+from streamrl.envs.chat.alignment import Plan
+from streamrl.envs.chat.capture import Capture, ChatTurn
+from streamrl.envs.chat.completions import TextCapture, TextTurn
+from streamrl.envs.clipping import clip
 from streamrl.envs.environment import Completion, Reward
-from streamrl.errors import StreamRLError
-from streamrl.ports import Engine
-from streamrl.types import Generation, SamplingParams, Trajectory, VersionSpans, append_version
-
-_CACHED_PROMPTS = 256
-"""Texts whose encoding is remembered: the trajectories of a group share their prompt, all share the hints."""
-
-_CACHED_ANSWERS = 4_096
-_SHORT = 16
-"""Answers of at most so many tokens are remembered when decoded; longer ones hardly ever come twice."""
-
-
-class ContextFull(StreamRLError):
-    """A turn has no room for a single token within ``model.max_length``; the transcript stays as it was."""
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that environments use."""
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = ...) -> Any: ...
-
-
-class Codec:
-    """A tokenizer with a memory: the same text is encoded once, the same answer decoded once."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        end = tokenizer.eos_token_id
-        self.end_tokens: tuple[int, ...] = () if end is None else (end,)
-        self.encode = lru_cache(_CACHED_PROMPTS)(self._encode)
-        self._decode_short = lru_cache(_CACHED_ANSWERS)(self._decode)
-        self.stop_tokens = lru_cache(_CACHED_PROMPTS)(self._stop_tokens)
-
-    def decode(self, token_ids: tuple[int, ...]) -> str:
-        """The text of sampled tokens, without special tokens."""
-        return self._decode_short(token_ids) if len(token_ids) <= _SHORT else self._decode(token_ids)
-
-    def _encode(self, text: str) -> list[int]:
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if text and not token_ids:
-            raise ValueError(f"the tokenizer has no token for any part of {text!r:.80}")
-        return token_ids
-
-    def _decode(self, token_ids: tuple[int, ...]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
-    def _stop_tokens(self, stops: tuple[str, ...]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((*map(self._stop_token, stops), *self.end_tokens)))
-
-    def _stop_token(self, text: str) -> int:
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if len(token_ids) != 1:
-            raise ValueError(f"stop={text!r} must be exactly one token of the tokenizer, but is {len(token_ids)}")
-        if self._tokenizer.decode(token_ids, skip_special_tokens=False) != text:
-            raise ValueError(f"stop={text!r} is not a token of the tokenizer, which reads it as something else")
-        return token_ids[0]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How the turns of a session sample."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    max_tokens: int
-    """Sampled tokens of one turn at most."""
-    max_length: int
-    """Tokens of the whole trajectory at most."""
-
-
-def turn_seed(run_seed: int, prompt: int, attempt: int, member: int, turn: int) -> int:
-    """Sampling seed of one turn, 63 bits: the same on every machine, different for every argument."""
-    key = struct.pack("<5Q", *(value & 0xFFFFFFFFFFFFFFFF for value in (run_seed, prompt, attempt, member, turn)))
-    return xxhash.xxh3_64_intdigest(key) >> 1
-
-
-class Phase(Enum):
-    """Where a session stands: OPEN ⇄ SAMPLING, and CLOSED for good once its episode ended."""
-
-    OPEN = "open"
-    SAMPLING = "sampling"
-    CLOSED = "closed"
+from streamrl.envs.episode import Branch, Episode
+from streamrl.envs.returned import checked_reward
+from streamrl.envs.stops import cut, stop_strings
+from streamrl.envs.transcript import Turn
+from streamrl.errors import EnvironmentFailed
 
 
 class Session:
-    """What user code calls ``policy``. One per trajectory; its calls run one after the other."""
+    """What user code calls ``policy``: one line of an episode. Calls of one session run one after the other."""
 
-    def __init__(self, engine: Engine, codec: Codec, limits: Limits, seed_key: tuple[int, int, int, int]) -> None:
-        self._engine = engine
-        self._codec = codec
-        self._limits = limits
-        self._seed_key = seed_key
-        self._phase = Phase.OPEN
-        self._tokens: list[int] = []
-        self._turns: list[tuple[int, Generation]] = []  # (position of the first sampled token, what was sampled)
-        self._texts: list[str] = []
-        self._overflowed = False
-        self.engine_error: BaseException | None = None
-        """What the engine raised; it is not the environment's fault, whatever user code made of it."""
+    def __init__(self, episode: Episode, branch: Branch | None = None, parent: Session | None = None) -> None:
+        """``branch``: None for the one that the episode began with. ``parent``: the session that it was made from."""
+        self.episode = episode
+        self._branch = branch or episode.branches[0]
+        self._chats: Capture | None = parent._chats.branch(self._branch) if parent and parent._chats else None
+        self._texts = TextCapture(episode.codec, self._branch)
 
     async def complete(
-        self, text: str, max_tokens: int | None = None, stop: str | Iterable[str] | None = None
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: str | Iterable[str] | None = None
     ) -> Completion:
-        """Append ``text`` to the transcript and sample the next turn.
+        """Append ``prompt``, a text or token ids, to the transcript and sample the next turn.
 
         ``max_tokens`` lowers ``sampling.max_tokens`` for this turn; ``model.max_length`` shortens both. ``stop`` are
-        strings of exactly one token each that end the turn beside the tokenizer's end token; the token that ended it
-        stays in the transcript. A call that raises or is cancelled leaves the transcript as it was.
+        strings that end the turn beside the tokenizer's end token. What was sampled stays in the transcript, the stop
+        string included; the text that is returned ends before it. A call that raises or is cancelled leaves the
+        transcript as it was.
 
         Raises ``ContextFull`` when there is no room for one sampled token, ``ValueError`` for arguments that cannot
         be used, ``RuntimeError`` for a call during another one or after the episode.
         """
-        prompt_ids, params = self._plan(text, max_tokens, stop)
-        self._phase = Phase.SAMPLING
+        codec, branch = self.episode.codec, self._branch
+        generation = (await branch.sample(branch.current, codec.context(prompt), max_tokens, stop)).generation
+        token_ids = tuple(generation.token_ids.tolist())
+        logprobs = tuple(generation.logprobs.tolist())
+        return Completion(cut(codec.decode(token_ids), stop), token_ids, generation.finish_reason, logprobs)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop: str | Iterable[str] | None = None,
+    ) -> ChatTurn:
+        """Answer a whole history of messages, as OpenAI's clients send it; ``max_tokens`` and ``stop`` as above.
+
+        What the history shares with earlier ones is not encoded again (``chat.capture``): the same and more goes on
+        with its transcript, another history is a trajectory of its own. Calls may run at the same time.
+
+        Raises as ``complete`` does, and ``ConfigError`` where the tokenizer has no chat template that can be used.
+        """
+        codec = self.episode.codec
+        if self._chats is None:
+            self._chats = Capture(codec.template, self._branch)
+        stops = stop_strings(stop)
+        plan = self._chats.plan(messages, tools)
+        turn = await self._sampled(plan, max_tokens, (*stops, *codec.chat_ends))
+        return self._chats.record(plan, turn, stops)
+
+    async def resume(
+        self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: str | Iterable[str] | None = None
+    ) -> TextTurn:
+        """As ``complete``, but ``prompt`` is the whole text, or all token ids, every time (``chat.completions``)."""
+        stops = stop_strings(stop)
+        plan = self._texts.plan_text(prompt)
+        return self._texts.record(plan, await self._sampled(plan, max_tokens, stops), stops)
+
+    def branch(self) -> Session:
+        """A session that goes on from here beside this one, as a trajectory of its own of the same episode.
+
+        What was sampled so far is context there, so that it is trained once.
+        """
+        return Session(self.episode, self._branch.branch(), self)
+
+    async def _sampled(self, plan: Plan, max_tokens: int | None, stops: tuple[str, ...]) -> Turn:
+        turn = await self._branch.sample(plan.transcript, plan.context, max_tokens, stops, plan.keep)
+        self.episode.matched[plan.kind.value] += 1
+        return turn
+
+    def reward(self, value: float) -> None:
+        """Add ``value`` to the turn that this session sampled last.
+
+        Raises ``ValueError`` where it is no finite number or nothing was sampled.
+        """
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ValueError(f"policy.reward: expected a finite number, got {value!r:.80}")
+        self._branch.reward(float(value))
+
+    def finish(self, reward: float | Reward) -> None:
+        """End this branch with a reward of its own, which stands for that of the episode. It samples no more.
+
+        Branches made from it that were not finished themselves are worth the same. Raises ``ValueError`` for a reward
+        that cannot be used.
+        """
         try:
-            generation = await self._engine.generate(prompt_ids, params)
-        except asyncio.CancelledError as error:
-            caller = asyncio.current_task()
-            if caller is not None and not caller.cancelling():
-                self.engine_error = error  # nobody cancelled the caller: the engine was closed
-            raise
-        except Exception as error:
-            self.engine_error = error
-            raise
-        finally:
-            if self._phase is Phase.SAMPLING:
-                self._phase = Phase.OPEN
-        return self._record(text, prompt_ids, generation)
+            self._branch.own_reward = checked_reward(reward)
+        except EnvironmentFailed as error:
+            raise ValueError(f"policy.finish: {error}") from None
+
+    async def clip(self, text: str, tokens: int) -> str:
+        """``text`` in at most ``tokens`` tokens: where it has more, its middle is replaced by a mark."""
+        return clip(text, tokens, self.episode.codec.tokenizer)
 
     @property
-    def turns(self) -> int:
-        return len(self._turns)
+    def base_url(self) -> str:
+        """Where an OpenAI- or Anthropic-compatible client reaches this session."""
+        return self._endpoint[0]
 
     @property
-    def prompt_text(self) -> str:
-        """The first text that was appended."""
-        return self._texts[0] if self._texts else ""
+    def api_key(self) -> str:
+        """The key of this session for such a client; it is good until the episode ends."""
+        return self._endpoint[1]
 
-    @property
-    def answer_text(self) -> str:
-        """All that followed the first text: sampled turns and, between them, what the environment said."""
-        return "".join(self._texts[1:])
-
-    def trajectory(self, reward: Reward) -> Trajectory:
-        """The transcript as arrays ``[T]``; needs at least one sampled token."""
-        length = len(self._tokens)
-        sampled = np.zeros(length, dtype=np.bool_)
-        behaviour = np.zeros(length, dtype=np.float32)
-        versions: VersionSpans = []
-        for start, generation in self._turns:
-            end = start + len(generation.token_ids)
-            sampled[start:end] = True
-            behaviour[start:end] = generation.logprobs
-            for version, count in generation.versions:
-                append_version(versions, version, count)
-        return Trajectory(
-            tokens=np.array(self._tokens, dtype=np.int32),
-            sampled=sampled,
-            behaviour=behaviour,
-            versions=versions,
-            reward=reward.value,
-            turns=len(self._turns),
-            truncated=self._overflowed or self._turns[-1][1].finish_reason == "length",
-            metrics=dict(reward.metrics),
-            columns=dict(reward.columns),
-            metadata=dict(reward.metadata),
-        )
-
-    def close(self) -> bool:
-        """End the session: later calls are refused. False where a call was still under way."""
-        idle = self._phase is not Phase.SAMPLING
-        self._phase = Phase.CLOSED
-        return idle
-
-    def _plan(
-        self, text: str, max_tokens: int | None, stop: str | Iterable[str] | None
-    ) -> tuple[list[int], SamplingParams]:
-        if self._phase is Phase.SAMPLING:
-            raise RuntimeError("policy.complete: another call is under way; a transcript grows one turn at a time")
-        if self._phase is Phase.CLOSED:
-            raise RuntimeError("policy.complete: the episode has ended; await every call before it returns")
-        if not isinstance(text, str):
-            raise ValueError(f"policy.complete: text must be str, got {type(text).__name__}")
-        limits = self._limits
-        if max_tokens is None:
-            max_tokens = limits.max_tokens
-        elif not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"policy.complete: max_tokens={max_tokens!r} must be a whole number of at least 1")
-        prompt_ids = self._tokens + self._codec.encode(text)
-        if not prompt_ids:
-            raise ValueError("policy.complete: the transcript is empty; begin with a text")
-        room = limits.max_length - len(prompt_ids)
-        if room < 1:
-            self._overflowed = True
-            raise ContextFull(
-                f"{len(prompt_ids)} tokens leave no room to sample in model.max_length={limits.max_length}"
-            )
-        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        params = SamplingParams(
-            temperature=limits.temperature,
-            top_k=limits.top_k,
-            top_p=limits.top_p,
-            max_tokens=min(max_tokens, limits.max_tokens, room),
-            stop_token_ids=self._codec.stop_tokens(stops),
-            seed=turn_seed(*self._seed_key, len(self._turns)),
-        )
-        return prompt_ids, params
-
-    def _record(self, text: str, prompt_ids: list[int], generation: Generation) -> Completion:
-        if self._phase is Phase.CLOSED:
-            raise RuntimeError(
-                "policy.complete: the episode ended during this call; await every call before it returns"
-            )
-        token_ids: Sequence[int] = generation.token_ids.tolist()
-        assert len(token_ids) == len(generation.logprobs) == sum(count for _, count in generation.versions)
-        assert token_ids, "an engine samples at least one token"
-        self._turns.append((len(prompt_ids), generation))
-        self._tokens = prompt_ids
-        self._tokens.extend(token_ids)
-        key = tuple(token_ids)
-        answer = self._codec.decode(key)
-        self._texts.append(text)
-        self._texts.append(answer)
-        return Completion(answer, key, generation.finish_reason)
+    @cached_property
+    def _endpoint(self) -> tuple[str, str]:
+        return self.episode.serve(self)

@@ -31,8 +31,8 @@ class Split:
         if not 0.0 <= held_out < 1.0:
             raise ConfigError(f"held_out={held_out}: the share of held-out tasks must lie in [0, 1)")
         self.environment = environment
+        self.share = held_out
         self._seed = seed
-        self._share = held_out
         self._threshold = int(held_out * 2**64)
 
     @classmethod
@@ -48,7 +48,7 @@ class Split:
         size = self.environment.size or _INDICES
         for draw in range(_MAX_DRAWS):
             key = struct.pack("<3Q", self._seed & 0xFFFFFFFFFFFFFFFF, index, draw)
-            task = self.environment.task(xxhash.xxh3_64_intdigest(key) % size)
+            task = self.environment.training_task(xxhash.xxh3_64_intdigest(key) % size)
             if not self.is_held_out(task):
                 return task
         raise ConfigError(
@@ -83,9 +83,9 @@ class Split:
 
         Shuffled, because an environment may enumerate its tasks in an order: the first ones are not typical.
         """
-        if not self._share:
+        if not self.share:
             return []
-        bound = 1_000 + int(8 * count / self._share)
+        bound = 1_000 + int(8 * count / self.share)
         size = self.environment.size or _INDICES
         draw = random.Random(0)
         if size <= bound:

@@ -6,10 +6,12 @@ another transcript as context, so every sampled token is trained in one trajecto
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 
 from streamrl.envs.environment import Reward
 from streamrl.types import Generation, Trajectory, VersionSpans, append_version, expand_versions
@@ -36,10 +38,15 @@ class Transcript:
 
     tokens: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
+    key: int = 0
+    """Tells the transcripts of one episode apart, for the seeds of their turns: 0, and for a fork a hash of where it
+    comes from. It does not depend on the order in which branches run."""
     overflowed: bool = False
     """A turn was refused because the context was full."""
-    own_reward: Reward | None = None
-    """Of this trajectory alone; None: that of its episode."""
+    busy: bool = False
+    """A turn is being sampled."""
+    forks: int = 0
+    """How many were made of it."""
 
     def append(self, context: Sequence[int], generation: Generation) -> Turn:
         """Add ``context`` and what was sampled after it; an engine samples at least one token."""
@@ -52,8 +59,10 @@ class Transcript:
         return turn
 
     def fork(self, end: int | None = None) -> Transcript:
-        """A transcript that begins with the tokens before ``end``, all of them, as context."""
-        return Transcript(self.tokens[:end])
+        """A transcript that begins with the tokens before ``end`` (None: all of them), as context."""
+        self.forks += 1
+        key = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self.key, len(self.turns), self.forks))
+        return Transcript(self.tokens[:end], key=key)
 
     def realign(self, start: int, context: Sequence[int]) -> None:
         """Tokens from ``start`` on, the tail of the last turn, were not what the agent went on with: ``context`` was.
@@ -71,8 +80,23 @@ class Transcript:
             self.turns.pop()
         self.tokens.extend(context)
 
-    def trajectory(self, reward: Reward, episode: int) -> Trajectory:
-        """As arrays ``[T]``, up to the last sampled token; needs at least one. ``reward`` holds for the whole."""
+    def _run_rewards(self) -> list[float]:
+        """Per run of sampled tokens: a turn that begins where another ends goes on with it."""
+        rewards: list[float] = []
+        end = -1
+        for turn in self.turns:
+            if turn.start == end:
+                rewards[-1] += turn.reward
+            else:
+                rewards.append(turn.reward)
+            end = turn.end
+        return rewards
+
+    def trajectory(self, reward: Reward, total: float, episode: int) -> Trajectory:
+        """As arrays ``[T]``, up to the last sampled token; needs at least one.
+
+        ``total`` is what it is worth, the rewards of turns included; what else travels comes from ``reward``.
+        """
         length = self.turns[-1].end
         sampled = np.zeros(length, dtype=np.bool_)
         behaviour = np.zeros(length, dtype=np.float32)
@@ -82,13 +106,13 @@ class Transcript:
             behaviour[turn.start : turn.end] = turn.generation.logprobs
             for version, count in turn.generation.versions:
                 append_version(versions, version, count)
-        turn_rewards = [turn.reward for turn in self.turns]
+        turn_rewards = self._run_rewards()
         return Trajectory(
             tokens=np.array(self.tokens[:length], dtype=np.int32),
             sampled=sampled,
             behaviour=behaviour,
             versions=versions,
-            reward=reward.value + sum(turn_rewards),
+            reward=total,
             turns=len(self.turns),
             truncated=self.overflowed or self.turns[-1].generation.finish_reason == "length",
             metrics=dict(reward.metrics),

@@ -1,6 +1,9 @@
 """Advantages of whole trajectories from rewards: what each was worth against the others of its group or batch.
 
-One rule for small groups: a trajectory is compared with those of its group that are there, however many were asked for.
+One rule for episodes of several trajectories: those with the same reward are one *sample* (``samples``), which is what
+the rules below compare. Without such episodes every trajectory is a sample.
+
+One rule for small groups: a sample is compared with those of its group that are there, however many were asked for.
 One that is alone has no baseline, so that every group-relative advantage of it is exactly 0, as for equal rewards.
 Rejected and failed trajectories must not be among the rewards (C8).
 """
@@ -53,6 +56,16 @@ def advantages(
             raise ValueError(f"advantage {name} needs the lengths of the trajectories")
         lengths = [np.zeros(group.shape) for group in groups]
     return RULES[name](groups, [np.asarray(each, dtype=np.float64) for each in lengths], epsilon)
+
+
+def samples(episodes: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """Which sample each trajectory belongs to, int64 ``[G]``: one per distinct pair of episode and reward.
+
+    Samples are numbered in the order in which they come first.
+    """
+    numbers: dict[tuple[int, float], int] = {}
+    pairs = zip(episodes.tolist(), rewards.tolist(), strict=True)
+    return np.asarray([numbers.setdefault(pair, len(numbers)) for pair in pairs], dtype=np.int64)
 
 
 def whiten(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

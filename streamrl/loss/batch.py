@@ -69,9 +69,10 @@ class LossBatch:
         )
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """Sum over the trained tokens of each sequence, ``[sequences]``."""
+        """Sum over the trained tokens of each sequence, ``[sequences]``, taken in float64: any order gives the same."""
         kept = torch.where(self.mask, values, 0.0)
-        return kept.new_zeros(self.count).index_add(0, self.segments, kept)
+        sums = kept.new_zeros(self.count, dtype=torch.float64).index_add(0, self.segments, kept.double())
+        return sums.to(kept.dtype)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Mean over the trained tokens of each sequence, ``[sequences]``; 0 for one without any."""

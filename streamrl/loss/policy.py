@@ -131,7 +131,7 @@ def policy_loss(
     another loss, or tensors that do not fit each other.
     """
     result = evaluate(name, batch, params, corrections)
-    return result.loss, measures(result)
+    return result.loss.to(batch.current.dtype), measures(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +139,7 @@ class Evaluated:
     """A loss with everything that diagnostics need of it."""
 
     loss: Tensor
+    """Float64, summed in float64."""
     batch: LossBatch
     """Cleaned."""
     tokens: TokenLoss
@@ -165,7 +166,8 @@ def evaluate(name: str, batch: LossBatch, params: Any = None, corrections: Corre
         if corrections is not None and corrections.renormalise:
             counted = counted & ~corrected.dropped
         weights = packed_weights(counted, clean.segments, known.aggregation, sequences=clean.count)
-    loss = torch.where(clean.mask, weights.to(tokens.loss.dtype) * corrected.factor * tokens.loss, 0.0).sum()
+    weighted = torch.where(clean.mask, weights.to(tokens.loss.dtype) * corrected.factor * tokens.loss, 0.0)
+    loss = weighted.sum(dtype=torch.float64)  # centred advantages nearly cancel
     return Evaluated(loss, clean, tokens, corrected)
 
 

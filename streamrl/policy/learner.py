@@ -6,7 +6,6 @@ every method marked *collective* must be called by all of them in the same order
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +20,10 @@ from streamrl.errors import ConfigError, DivergedError, StalenessError
 from streamrl.loss.diagnostics import Diagnostics
 from streamrl.loss.logprobs import token_logprobs
 from streamrl.objective_checks import recomputes
-from streamrl.policy.model import load_model
 from streamrl.policy.optimizer import clip_gradients, gradient_norm, learning_rate, make_optimizer
 from streamrl.policy.packing import Packed, pack
 from streamrl.policy.parallel import accumulate_only, full_parameters, reshard, shard
+from streamrl.policy.reference import columns_of, delivered, frozen_copy
 from streamrl.policy.step_loss import MicroBatch, StepLoss, environments, split
 from streamrl.schema import Config
 from streamrl.types import RankBatch, TrainGroup, Trajectory
@@ -90,9 +89,12 @@ class Learner:
         self.config = config
         self.model = model.eval()
         self.updates = 0
+        self.columns = columns_of(config)
+        """What each trajectory of a batch has to bring beside the standard columns."""
         self._policy = ActorCritic(model) if config.loss.advantage == "gae" else PackedPolicy(model)
         self._loss = StepLoss(config.loss)
-        self._reference = self._frozen_reference()
+        frozen = frozen_copy(config, model)
+        self._reference = None if frozen is None else PackedPolicy(frozen)
         self._rank, self._ranks, self._group = 0, 1, None
         if mesh is not None and mesh.size() > 1:
             self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
@@ -161,23 +163,17 @@ class Learner:
         """``(name, full tensor)`` of every parameter, gathered one at a time. Collective."""
         return full_parameters(self.model)
 
-    def _frozen_reference(self) -> PackedPolicy | None:
-        """The policy that a KL term compares with, never trained: a copy of the start, or a checkpoint."""
-        where = self.config.loss.kl.reference
-        if not where:
-            return None
-        dtype = self.config.model.dtype
-        model = copy.deepcopy(self.model) if where == "initial" else load_model(where, dtype).eval()
-        return PackedPolicy(model.requires_grad_(False))
-
     def _laid_out(self, groups: list[TrainGroup], batch: RankBatch, envs: list[str]) -> MicroBatch:
         packed = pack(groups, batch.version, batch.oldest_allowed, self._row_tokens)
         of_trajectory = [envs.index(g.env) if g.env in envs else -1 for g in groups for _ in g.trajectories]
         truncated = [trajectory.truncated for group in groups for trajectory in group.trajectories]
+        reference = delivered(groups, batch.oldest_allowed).to(self._device) if self.columns else None
+        assert reference is None or reference.shape == packed.target.shape
         return MicroBatch(
             packed.to(self._device),
             torch.tensor(of_trajectory, dtype=torch.int64, device=self._device),
             torch.tensor(truncated, dtype=torch.bool, device=self._device),
+            reference=reference,
         )
 
     def _before(self, parts: list[list[MicroBatch]]) -> Mapping[str, Tensor] | None:

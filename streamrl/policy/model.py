@@ -1,6 +1,6 @@
 """Find or build the initial checkpoint, and load it: a folder with a transformers model and its tokenizer.
 
-A built model is a small Qwen3, drawn by the run's seed, warmed up on the task's own answers (``warmup.py``) and kept in
+A built model is a small Qwen3, drawn by the run's seed, warmed up on the tasks' own answers (``warmup.py``) and kept in
 the user's cache folder under a hash of everything that determines it.
 """
 
@@ -31,7 +31,7 @@ from transformers import (
 
 from streamrl.errors import ConfigError
 from streamrl.policy.tokenizer import character_tokenizer
-from streamrl.policy.warmup import FIRST_TASK, Pairs, Progress, warm_up
+from streamrl.policy.warmup import FIRST_TASK, Lessons, Progress, warm_up
 from streamrl.schema import Config
 
 BUILT_IN = "tiny-qwen3"
@@ -56,11 +56,11 @@ CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 """What is fetched of a model on the hub, and kept of a run's first checkpoint; no pickled weights."""
 
 
-def prepare_model(config: Config, tasks: Pairs | None, progress: Progress) -> Path:
+def prepare_model(config: Config, lessons: Lessons | None, progress: Progress) -> Path:
     """The folder of the checkpoint that version 0 of the policy is loaded from.
 
-    ``model.name`` is a folder, ``tiny-qwen3`` (built here, and warmed up on ``tasks``), or the name of a model on the
-    hub, which is the only one that touches the network. ``tasks`` maps any index to a prompt and its answer;
+    ``model.name`` is a folder, ``tiny-qwen3`` (built here, and warmed up on ``lessons``), or the name of a model on the
+    hub, which is the only one that touches the network. ``lessons`` maps any index to a demonstration;
     ``progress`` is told steps done, steps in all and a line of text. Raises ``ConfigError`` of one line.
 
     A built model is written aside and renamed, so two launches at once both get a whole one. With ``model.cache`` off
@@ -68,9 +68,9 @@ def prepare_model(config: Config, tasks: Pairs | None, progress: Progress) -> Pa
     """
     name = config.model.name
     if name == BUILT_IN:
-        return _built(config, tasks, progress)
+        return _built(config, lessons, progress)
     if Path(name).is_dir():
-        return _checked(Path(name))
+        return checked_folder(Path(name), "model.name")
     return _from_hub(name)
 
 
@@ -90,8 +90,9 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _checked(folder: Path) -> Path:
-    where = f"model.name={folder}"
+def checked_folder(folder: Path, key: str) -> Path:
+    """``folder``, the value of the setting ``key``; ``ConfigError`` where no transformers checkpoint is in it."""
+    where = f"{key}={folder}"
     try:
         described = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
@@ -120,27 +121,27 @@ def _from_hub(name: str) -> Path:
             f"model.name={name}: no such folder, not the built-in {BUILT_IN!r}, and the hub did not give it: "
             f"{type(error).__name__}: {reason:.160}"
         ) from error
-    return _checked(Path(folder))
+    return checked_folder(Path(folder), "model.name")
 
 
-def _built(config: Config, tasks: Pairs | None, progress: Progress) -> Path:
+def _built(config: Config, lessons: Lessons | None, progress: Progress) -> Path:
     warmup = config.model.warmup
-    if warmup.steps and tasks is None:
+    if warmup.steps and lessons is None:
         raise ConfigError(f"model.warmup.steps={warmup.steps}: the environment has no tasks to warm up on; set it to 0")
     tokenizer = character_tokenizer()
     architecture = _architecture(config, tokenizer)
     if not config.model.cache:
         folder = Path(tempfile.mkdtemp(prefix="streamrl-model-"))
-        _build(config, architecture, tokenizer, tasks, progress, folder)
+        _build(config, architecture, tokenizer, lessons, progress, folder)
         return folder
     models = _cache_folder()
-    target = models / _key(config, architecture, tasks)
+    target = models / _key(config, architecture, tokenizer, lessons)
     if target.is_dir():
         progress(1, 1, f"warmed-up model found in {target}")
         return target
     aside = Path(tempfile.mkdtemp(prefix=".building-", dir=models))
     try:
-        _build(config, architecture, tokenizer, tasks, progress, aside)
+        _build(config, architecture, tokenizer, lessons, progress, aside)
         _rename(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)  # gone already unless building failed or another launch was first
@@ -173,13 +174,13 @@ def _build(
     config: Config,
     architecture: Qwen3Config,
     tokenizer: PreTrainedTokenizerFast,
-    tasks: Pairs | None,
+    lessons: Lessons | None,
     progress: Progress,
     folder: Path,
 ) -> None:
     model = _initial(architecture, config.seed)
-    if config.model.warmup.steps and tasks is not None:
-        warm_up(model, tokenizer, tasks, config.model.warmup, config.model.max_length, progress)
+    if config.model.warmup.steps and lessons is not None:
+        warm_up(model, tokenizer, lessons, config.model.warmup, config.model.max_length, progress)
     transformers.utils.logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -206,7 +207,9 @@ def _cache_folder() -> Path:
     return models
 
 
-def _key(config: Config, architecture: Qwen3Config, tasks: Pairs | None) -> str:
+def _key(
+    config: Config, architecture: Qwen3Config, tokenizer: PreTrainedTokenizerFast, lessons: Lessons | None
+) -> str:
     """Hash of all that determines the built model; the first tasks stand for the code that makes them."""
     warmup = config.model.warmup
     determined: dict[str, Any] = {
@@ -214,12 +217,13 @@ def _key(config: Config, architecture: Qwen3Config, tasks: Pairs | None) -> str:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "architecture": architecture.to_dict(),
+        "tokenizer": [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template],
         "seed": config.seed,
         "warmup": dataclasses.asdict(warmup) if warmup.steps else None,
     }
-    if warmup.steps and tasks is not None:
+    if warmup.steps and lessons is not None:
         determined["env"] = [config.env.name, config.env.args]
-        determined["tasks"] = [tasks(FIRST_TASK + index) for index in range(_FINGERPRINTED_TASKS)]
+        determined["tasks"] = [lessons(FIRST_TASK + index) for index in range(_FINGERPRINTED_TASKS)]
     text = json.dumps(determined, sort_keys=True, default=str)
     return f"{BUILT_IN}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 

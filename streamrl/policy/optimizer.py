@@ -53,7 +53,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup |
     gradients = _gradients(parameters)
     if not gradients:
         return 0.0
-    squares = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
     if group is not None:
         dist.all_reduce(squares, group=group)
     return math.sqrt(float(squares))

@@ -57,6 +57,9 @@ class Packed:
     """int64 ``[N]``, which trajectory of the micro-batch."""
     turns_left: Tensor
     """int64 ``[N]``, turns of the trajectory after the token's own; a turn is a run of sampled tokens."""
+    reward_shift: Tensor
+    """float32 ``[N]``, moves the rewards of turns from the end of the trajectory to the ends of their turns: what each
+    turn was given at its last trained token, less all that its trajectory's turns were given at the last of all."""
     trajectories: int
     masked_tokens: int
     """Sampled tokens over the lag bound, which are not among the N."""
@@ -110,6 +113,7 @@ def pack(groups: list[TrainGroup], version: int, oldest_allowed: int, row_tokens
         lag=torch.from_numpy(version - targets.version),
         trajectory=torch.from_numpy(targets.trajectory),
         turns_left=torch.from_numpy(targets.turns_left),
+        reward_shift=torch.from_numpy(targets.reward_shift),
         trajectories=len(trajectories),
         masked_tokens=targets.masked,
         masked_weight=float(np.concatenate([np.zeros(0), *(g.token_weights for g in groups)]) @ targets.masked_counts),
@@ -126,6 +130,7 @@ class _Targets:
     behaviour: np.ndarray
     version: np.ndarray
     turns_left: np.ndarray
+    reward_shift: np.ndarray
     masked: int
     masked_counts: np.ndarray
     """By trajectory."""
@@ -161,9 +166,27 @@ def _targets(trajectories: list[Trajectory], version: int, oldest_allowed: int) 
         behaviour=behaviour[kept].astype(np.float32),
         version=versions[fresh],
         turns_left=(last[trajectory] - turn)[fresh],
+        reward_shift=_reward_shift(trajectories, trajectory[fresh], turn[fresh], last),
         masked=int(len(versions) - len(kept)),
         masked_counts=np.bincount(trajectory[~fresh], minlength=len(trajectories)),
     )
+
+
+def _reward_shift(
+    trajectories: list[Trajectory], trajectory: np.ndarray, turn: np.ndarray, last: np.ndarray
+) -> np.ndarray:
+    """float32 ``[N]`` of the N fresh targets. ``turn`` counts the turns of all trajectories from 1; ``last`` ``[M]`` is
+    the last one of each trajectory. A turn without a fresh token has only older ones before it, so nothing is lost.
+    """
+    shift = np.zeros(len(trajectory), dtype=np.float64)
+    if any(each.turn_rewards for each in trajectories):
+        given = np.zeros(int(last.max(initial=0)) + 1, dtype=np.float64)
+        for each, end in zip(trajectories, last.tolist(), strict=True):
+            given[end + 1 - len(each.turn_rewards) : end + 1] = each.turn_rewards
+        total = np.asarray([sum(each.turn_rewards) for each in trajectories])
+        shift += np.where(np.diff(turn, append=-1) != 0, given[turn], 0.0)
+        shift -= np.where(np.diff(trajectory, append=-1) != 0, total[trajectory], 0.0)
+    return shift.astype(np.float32)
 
 
 @dataclass(frozen=True)

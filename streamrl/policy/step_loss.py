@@ -76,13 +76,13 @@ class StepLoss:
             if kl.place == "loss":
                 behaviour = batch.behaviour if kl.off_policy else None
                 terms = kl_terms(current, micro.reference, kl.form, behaviour, kl.ratio_cap)
-                loss = loss + kl.coefficient * (weights * terms).sum()
+                loss = loss + kl.coefficient * (weights * terms).sum(dtype=torch.float64)
             columns["kl_reference"] = kl_terms(current.detach(), micro.reference, "k3")
         if values is not None:
             assert micro.values is not None
             assert micro.returns is not None
             errors = value_loss(values, micro.values, micro.returns, self.config.value.clip)
-            loss = loss + self.config.value.coefficient * (weights * errors).sum()
+            loss = loss + self.config.value.coefficient * (weights * errors).sum(dtype=torch.float64)
             residual = micro.returns - micro.values
             columns |= {
                 "value_loss": 0.5 * residual.square(),
@@ -112,7 +112,10 @@ class StepLoss:
             micro.advantages = ((micro.advantages.double() - mean) / scale).float()
 
     def _estimate(self, micro: MicroBatch) -> None:
-        """GAE from the reward of each trajectory, at its last trained token, less the KL penalty of each token."""
+        """GAE from rewards less the KL penalty of each token.
+
+        A turn's own reward comes at the last trained token of the turn, the rest at that of the trajectory.
+        """
         packed, value = micro.packed, self.config.value
         assert micro.values is not None
         rewards = torch.zeros_like(micro.values, dtype=torch.float64)
@@ -122,6 +125,7 @@ class StepLoss:
             last.scatter_reduce_(0, packed.trajectory, torch.arange(count, device=rewards.device), "amax")
             ends = last[packed.trajectory.unique()]
             rewards[ends] = packed.advantages[ends].double()
+            rewards += packed.reward_shift.double()
         if micro.reference is not None and self.config.kl.place == "reward":
             assert micro.proximal is not None
             rewards -= kl_penalty(micro.proximal, micro.reference, self.config.kl.coefficient)

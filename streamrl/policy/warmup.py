@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from streamrl.errors import ConfigError, DivergedError
 from streamrl.schema import WarmupConfig
 
-Pairs = Callable[[int], tuple[str, str]]
-"""Prompt and answer of a training task by its index."""
+Lesson = Sequence[tuple[str | Sequence[int], bool]]
+"""One demonstrated trajectory in pieces, text or token ids; True: the policy is to learn it. A text that it is to learn
+is followed by the end token; token ids are taken as they are. ``[("1+2=", False), ("3", True)]``"""
+Lessons = Callable[[int], Lesson]
+"""The demonstration of a training task by its index."""
 Progress = Callable[[int, int, str], None]
 """Called with steps done, steps in all, and a line of text."""
 
@@ -40,12 +43,12 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Encoded:
-    """Prompt, answer and end token of some pairs, in one row each, padded on the right (causal attention skips it)."""
+    """Some lessons, in one row each, padded on the right (causal attention skips it)."""
 
     inputs: Tensor
     """int64 ``[N, T]``."""
     targets: Tensor
-    """int64 ``[N, T]``: the next token where it belongs to the answer or ends it, −100 elsewhere."""
+    """int64 ``[N, T]``: the next token where the policy is to learn it, −100 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class WarmedUp:
 
     steps: int
     loss: float
-    """Mean over the answer tokens of the last batch, in nats."""
+    """Mean over the taught tokens of the last batch, in nats."""
     accuracy: float
     """Share of the probe tasks that greedy decoding answers exactly at the end, in [0, 1]."""
 
@@ -90,19 +93,19 @@ class StopRule:
 def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Pairs,
+    lessons: Lessons,
     config: WarmupConfig,
     max_length: int,
     progress: Progress,
 ) -> WarmedUp:
-    """Train ``model`` in place on ``config.batch`` pairs a step; the loss counts answer tokens and the end token.
+    """Train ``model`` in place on ``config.batch`` lessons a step; the loss counts the tokens that are taught.
 
     AdamW at a constant rate after a ramp of 20 steps. The rate does not decay, because a decay makes accuracy leap (on
     two-digit sums from 30 % to 90 % within 30 steps) and what is left to RL a matter of luck; ``stop_accuracy`` ends
     the phase instead (``StopRule``). Deterministic given the weights, the tasks and the thread count. Raises
-    ``ConfigError`` for a pair that cannot be used, ``DivergedError`` for a gradient that is not finite.
+    ``ConfigError`` for a lesson that cannot be used, ``DivergedError`` for a gradient that is not finite.
     """
-    probes = _encode(tokenizer, [tasks(FIRST_PROBE + index) for index in range(PROBES)], max_length)
+    probes = _encode(tokenizer, [lessons(FIRST_PROBE + index) for index in range(PROBES)], max_length)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.lr, betas=_BETAS, weight_decay=_WEIGHT_DECAY, fused=True
     )
@@ -113,7 +116,7 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = config.lr * min(1.0, step / _RAMP_STEPS)
         drawn = (_task_index((step - 1) * config.batch + row, config.tasks) for row in range(config.batch))
-        loss = _step(model, optimizer, _encode(tokenizer, [tasks(index) for index in drawn], max_length))
+        loss = _step(model, optimizer, _encode(tokenizer, [lessons(index) for index in drawn], max_length))
         if step % _PROBE_EVERY == 0 or step == config.steps:
             probed = WarmedUp(step, loss, exact_share(model, probes))
             progress(step, config.steps, f"warm-up: loss {loss:.2f}, {probed.accuracy:.0%} of answers right")
@@ -124,9 +127,9 @@ def warm_up(
 
 
 def exact_share(model: PreTrainedModel, encoded: Encoded) -> float:
-    """Share of the rows whose answer and end token greedy decoding gives exactly.
+    """Share of the rows whose taught tokens greedy decoding gives exactly, end tokens included.
 
-    One forward pass over the right answers decides: greedy decoding leaves the right answer at the first position
+    One forward pass over the right tokens decides: greedy decoding leaves the right answer at the first position
     whose largest logit is another token, and never comes back.
     """
     right = 0
@@ -172,31 +175,37 @@ def _chunks(encoded: Encoded) -> list[tuple[Tensor, Tensor]]:
     return chunks
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, pairs: list[tuple[str, str]], max_length: int) -> Encoded:
-    rows = [_tokens(tokenizer, prompt, answer, max_length) for prompt, answer in pairs]
-    width = max(len(prompt) + len(answer) for prompt, answer in rows) - 1
+def _encode(tokenizer: PreTrainedTokenizerBase, lessons: list[Lesson], max_length: int) -> Encoded:
+    rows = [_tokens(tokenizer, lesson, max_length) for lesson in lessons]
+    width = max(len(tokens) for tokens, _ in rows) - 1
     inputs = torch.full((len(rows), width), tokenizer.pad_token_id or 0)
     targets = torch.full((len(rows), width), _IGNORED)
-    for index, (prompt, answer) in enumerate(rows):
-        tokens = torch.tensor(prompt + answer)
-        inputs[index, : len(tokens) - 1] = tokens[:-1]
-        targets[index, len(prompt) - 1 : len(tokens) - 1] = tokens[len(prompt) :]
+    for index, (ids, taught) in enumerate(rows):
+        tokens = torch.tensor(ids)
+        inputs[index, : len(ids) - 1] = tokens[:-1]
+        targets[index, : len(ids) - 1] = tokens[1:].where(torch.tensor(taught[1:]), _IGNORED)
     return Encoded(inputs, targets)
 
 
-def _tokens(
-    tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, max_length: int
-) -> tuple[list[int], list[int]]:
-    if not prompt or not answer:
+def _tokens(tokenizer: PreTrainedTokenizerBase, lesson: Lesson, max_length: int) -> tuple[list[int], list[bool]]:
+    """Token ids, up to the last taught one, and which of them are taught."""
+    if len(lesson) < 2 or lesson[0][1] or not lesson[-1][1] or not all(len(piece) for piece, _ in lesson):
+        shown = ", ".join(f"{'answer' if is_taught else 'prompt'}={piece!r:.40}" for piece, is_taught in lesson)
         raise ConfigError(
-            f"model.warmup.steps needs tasks with a prompt and an answer, got prompt={prompt!r:.40} "
-            f"answer={answer!r:.40}; set them in the environment's Task, or model.warmup.steps=0"
+            f"model.warmup.steps needs tasks with a prompt and an answer, got {shown or 'nothing'}; "
+            "set them, or a demonstration, in the environment's Task, or model.warmup.steps=0"
         )
-    question = tokenizer.encode(prompt, add_special_tokens=False)
-    reply = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
-    if len(question) + len(reply) > max_length:
+    tokens: list[int] = []
+    taught: list[bool] = []
+    for piece, is_taught in lesson:
+        ids = tokenizer.encode(piece, add_special_tokens=False) if isinstance(piece, str) else list(piece)
+        if is_taught and isinstance(piece, str):
+            ids = [*ids, tokenizer.eos_token_id]
+        tokens += ids
+        taught += [is_taught] * len(ids)
+    if len(tokens) > max_length:
         raise ConfigError(
-            f"model.max_length={max_length} is too short for the warm-up: prompt {prompt!r:.40}, answer and end "
-            f"token are {len(question) + len(reply)} tokens; raise model.max_length"
+            f"model.max_length={max_length} is too short for the warm-up: prompt {lesson[0][0]!r:.40}, answer and end "
+            f"token are {len(tokens)} tokens; raise model.max_length"
         )
-    return question, reply
+    return tokens, taught

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +16,8 @@ from streamrl.schema import Config
 
 MINIMUM_FREE_BYTES = 16 << 20
 """A run that starts with less would die on its first checkpoint or log."""
+PROCESS_FILE = "process.json"
+"""In the run folder: host and number of the run's process, whose end is the run's."""
 _SOCKET_PREFIX = "streamrl-"
 _LONGEST_FOLDER = 80
 """Bytes of a socket folder's path; the kernel takes 107 for a whole socket address."""
@@ -38,6 +42,7 @@ def create_run_folder(path: Path, config: Config) -> Path:
                 "free some space or choose another folder"
             )
         (path / "logs").mkdir()
+        (path / PROCESS_FILE).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
         (path / "config.yaml").write_text(to_yaml(config))
     except OSError as error:
         raise ConfigError(f"--run-dir {path}: cannot be written ({error.strerror}); choose another folder") from error

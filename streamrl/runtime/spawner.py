@@ -37,7 +37,9 @@ KINDS = {
     "store": "streamrl.actors.store:Store",
     "trainer": "streamrl.actors.trainer:Trainer",
     "rollouter": "streamrl.actors.rollouter:Rollouter",
+    "reference": "streamrl.actors.reference:Reference",
     "evaluator": "streamrl.actors.evaluator:Evaluator",
+    "scorer": "streamrl.actors.scorer:Scorer",
     "replayer": "streamrl.actors.replayer:Replayer",
 }
 PRELOAD = (

@@ -15,7 +15,7 @@ MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 LAYERS = [
     {"cli"},
-    {"launching", "bench"},
+    {"launching", "attaching", "checking", "bench"},
     {"pipeline"},
     {"actors"},
     {"monitor"},

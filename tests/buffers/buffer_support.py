@@ -34,7 +34,7 @@ HANG_S = 20.0
 """After which a test is taken to hang."""
 
 
-def centred(rewards: list[np.ndarray], _lengths: list[np.ndarray]) -> list[np.ndarray]:
+def centred(rewards: list[np.ndarray], *_: list[np.ndarray]) -> list[np.ndarray]:
     return [r - r.mean() for r in rewards]
 
 

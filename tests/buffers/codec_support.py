@@ -77,6 +77,7 @@ def groups(draw: st.DrawFn) -> Group:
 def trajectories_with(draw: st.DrawFn, columns: dict[str, np.ndarray]) -> Trajectory:
     length = draw(st.sampled_from([0, 1, 2, 7, 40]))
     sampled = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)), dtype=bool)
+    runs = len([place for place in range(length) if sampled[place] and not (place and sampled[place - 1])])
     spans, left = [], int(sampled.sum())
     while left:
         spans.append((draw(st.integers(0, 2**40)), draw(st.integers(1, left))))
@@ -92,6 +93,7 @@ def trajectories_with(draw: st.DrawFn, columns: dict[str, np.ndarray]) -> Trajec
         metrics=draw(st.dictionaries(st.text(max_size=5), finite, max_size=2)),
         columns={name: array for name, array in columns.items() if name not in STANDARD},
         metadata=draw(st.dictionaries(st.text(max_size=5), plain, max_size=2)),
+        turn_rewards=draw(st.sampled_from([[], [0.5] * runs])),
     )
 
 
@@ -122,10 +124,18 @@ def as_row(one: Trajectory) -> dict[str, np.ndarray]:
     return {"tokens": one.tokens, "sampled": one.sampled, "behaviour": one.behaviour} | one.columns
 
 
+def episodes_of(group: Group) -> list[int]:
+    """As they arrive: without one each trajectory is one of its own."""
+    return [place if each.episode < 0 else each.episode for place, each in enumerate(group.trajectories)]
+
+
 def same_group(a: Group, b: Group) -> bool:
     """Equal in everything; arrays in every bit."""
     rest = [
-        [(t.versions, t.reward, t.turns, t.truncated, t.metrics, t.metadata) for t in group.trajectories]
+        [
+            (t.versions, t.reward, t.turns, t.truncated, t.metrics, t.metadata, t.turn_rewards, episode)
+            for t, episode in zip(group.trajectories, episodes_of(group), strict=True)
+        ]
         for group in (a, b)
     ]
     named = (a.lease, a.prompt, a.env) == (b.lease, b.prompt, b.env)

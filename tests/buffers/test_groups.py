@@ -60,8 +60,10 @@ def test_only_the_wanted_columns_and_trajectories_come(group: Group, data: st.Da
     narrowed = msgspec.structs.replace(meta, columns=columns, nbytes=part.nbytes)
     check_group(narrowed, part)
     expected = []
-    for one in (group.trajectories[row] for row in rows):
+    for row in rows:
+        one = group.trajectories[row]
         expected.append(copy.copy(one))
+        expected[-1].episode = row
         expected[-1].columns = {name: array for name, array in one.columns.items() if name in names}
     wanted = Group(group.lease, group.prompt, group.env, expected)
     assert same_group(unpack_group(meta, payload, names, rows), wanted)
@@ -186,6 +188,12 @@ CONTRADICTIONS = {
     "a log-prob that is not a number": (put(np.float32, 128, np.nan), "column behaviour: expected finite log-probs"),
     "an infinite log-prob": (put(np.float32, 132, -np.inf), "column behaviour: expected finite log-probs"),
     "a reward that is not a number": (edit(first_reward=np.nan), "trajectory 0: expected a finite reward, got nan"),
+    "a turn reward that is not a number": (
+        edit(first_turn_rewards=[np.inf]), r"trajectory 0: expected finite turn rewards, got \[inf\]",
+    ),
+    "turn rewards of more turns than there are": (
+        edit(first_turn_rewards=[1.0, 2.0]), "expected a turn reward for each of 1 runs of sampled tokens, got 2",
+    ),
     "spans of more tokens than were sampled": (
         edit(first_spans=[(4, 4)]), "trajectory 0: expected spans of 3 tokens, all sampled ones, got 4",
     ),
@@ -205,6 +213,26 @@ CONTRADICTIONS = {
         edit(column_shapes=[[2, 3], [5]]), r"expected shape \[6\] for trajectory 0, .* got \[2, 3\]",
     ),
 }  # fmt: skip
+
+
+def test_the_episodes_and_turn_rewards_of_a_group_arrive_as_they_were_sent() -> None:
+    sent = [
+        trajectory([(4, 2)], episode=episode, turn_rewards=given) for episode, given in [(2, [0.5]), (2, []), (0, [])]
+    ]
+    meta, payload = pack_group(Group(0, 0, "sums", sent))
+    check_group(received(meta), payload)
+    got = unpack_trajectories(received(meta), payload)
+    assert [(each.episode, each.turn_rewards) for each in got] == [(2, [0.5]), (2, []), (0, [])]
+
+
+def test_trajectories_without_an_episode_are_one_each() -> None:
+    meta, payload = pack_group(Group(0, 0, "sums", [trajectory([(4, 2)]) for _ in range(3)]))
+    assert [each.episode for each in unpack_trajectories(meta, payload)] == [0, 1, 2]
+
+
+def test_a_group_in_which_some_trajectories_have_an_episode_is_refused_by_its_sender() -> None:
+    with pytest.raises(WireError, match="expected the episode of all trajectories or of none"):
+        pack_group(Group(0, 0, "sums", [trajectory([(4, 2)], episode=0), trajectory([(4, 2)])]))
 
 
 @pytest.mark.parametrize("what", CONTRADICTIONS)

@@ -373,8 +373,8 @@ def test_a_trajectory_without_a_sampled_token_counts_in_the_group_but_is_not_tra
     ("change", "message"),
     [
         (lambda g: setattr(g, "prompt", 9), "expected prompt 0, got 9"),
-        (lambda g: g.trajectories.append(g.trajectories[0]), "expected 1 to 2 trajectories, got 3"),
-        (lambda g: g.trajectories.clear(), "expected 1 to 2 trajectories, got 0"),
+        (lambda g: g.trajectories.append(trajectory([(0, 2)])), "expected episodes 0 to 1, got 2"),
+        (lambda g: g.trajectories.clear(), "expected trajectories of 1 to 2 episodes, got none"),
         (lambda g: g.trajectories.append(trajectory([(0, 99)])) or g.trajectories.pop(0), "model.max_length=64"),
         (lambda g: setattr(g, "trajectories", [trajectory([])] * 2), "expected a sampled token"),
     ],
@@ -422,6 +422,26 @@ def test_statistics_cover_every_group_delivered_since_the_previous_batch() -> No
     stats = offered(buffer, 1, 1).stats
     assert stats["reward/mean"] == pytest.approx(0.25)
     assert stats["reward/riddles/mean"] == 0
+
+
+def test_rewards_are_counted_by_episode_and_lengths_by_trajectory() -> None:
+    """Episode 0 is worth 1 in both of its trajectories; the branches of episode 1 are worth 2 and 4, 3 on average."""
+    buffer = at_version(replay_buffer(per_step=1), 0)
+    lease = buffer.lease("a", 1, 0.0)[0]
+    parts = [(0, 1.0), (0, 1.0), (1, 2.0), (1, 2.0), (1, 4.0)]
+    made = [trajectory([(0, 2 + episode)], reward=reward, episode=episode) for episode, reward in parts]
+    assert put(buffer, Group(lease.id, lease.prompt, "sums", made)) is PutStatus.ACCEPTED
+    stats = offered(buffer, 0, 0).stats
+    assert stats["reward/mean"] == stats["reward/sums/mean"] == (1.0 + 3.0) / 2
+    assert stats["reward/std"] == np.std([1.0, 3.0])
+    assert stats["length/mean"] == (2 + 2 + 3 + 3 + 3) / 5
+
+
+def test_branches_that_are_worth_the_same_have_no_variance() -> None:
+    buffer = at_version(replay_buffer(per_step=1, group__drop_zero_variance=True), 0)
+    lease = buffer.lease("a", 1, 0.0)[0]
+    made = [trajectory([(0, 2)], reward=1.0, episode=episode) for episode in (0, 0, 1)]
+    assert put(buffer, Group(lease.id, lease.prompt, "sums", made)) is PutStatus.FILTERED
 
 
 def test_with_nothing_new_the_numbers_are_those_of_the_batch_itself() -> None:

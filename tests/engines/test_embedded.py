@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from streamrl.engines.embedded import EmbeddedEngine
+from streamrl.engines.model_runner import plan_scores
 from streamrl.errors import ConfigError, DivergedError, WeightSyncError
 from streamrl.types import SamplingParams, expand_versions
 
@@ -35,9 +36,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 @asynccontextmanager
 async def serving(
-    model: PreTrainedModel, slots: int = 8, max_length: int = 128, kv: str = "keep"
+    model: PreTrainedModel,
+    slots: int = 8,
+    max_length: int = 128,
+    kv: str = "keep",
+    decode: Callable[[list[int]], str] | None = None,
 ) -> AsyncIterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(model, slots=slots, max_length=max_length, kv=kv)
+    engine = EmbeddedEngine(model, slots=slots, max_length=max_length, kv=kv, decode=decode)
     await engine.start()
     try:
         yield engine
@@ -369,6 +374,86 @@ def test_an_answer_ends_with_its_stop_token_with_max_tokens_or_with_the_context(
     asyncio.run(run())
 
 
+def letters(token_ids: list[int]) -> str:
+    """Two characters per token, so that a string may end in the middle of one."""
+    return "".join(chr(97 + token) + "." for token in token_ids)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 12])
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(build: Build, slots: int) -> None:
+    model = build()
+    free = [SamplingParams(max_tokens=40, seed=seed) for seed in range(12)]
+
+    async def run() -> None:
+        async with serving(model, slots=slots, decode=letters) as engine:
+            whole = await asyncio.gather(*(engine.generate([1, 2], params) for params in free))
+            texts = [letters(each.token_ids.tolist()) for each in whole]
+            # from the middle of token 3 into token ``3 + seed``, or none where no stop string is asked for
+            stops = [(texts[seed][7 : 8 + 2 * seed], "never") if seed % 3 else () for seed in range(12)]
+            asked = [replace(params, stop_strings=stop) for params, stop in zip(free, stops, strict=True)]
+            ended = await asyncio.gather(*(engine.generate([1, 2], params) for params in asked))
+            for one, text, stop, answer in zip(whole, texts, stops, ended, strict=True):
+                count = (text.find(stop[0]) + len(stop[0]) + 1) // 2 if stop else 40
+                assert answer.token_ids.tolist() == one.token_ids[:count].tolist()
+                np.testing.assert_allclose(answer.logprobs, one.logprobs[:count], atol=1e-5)
+                assert (answer.finish_reason, answer.versions) == ("stop" if stop else "length", [(-1, count)])
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_in_the_prompt_does_not_end_the_answer(build: Build) -> None:
+    async def run() -> None:
+        async with serving(build(), decode=letters) as engine:
+            free = await engine.generate([1, 2, 3], GREEDY)
+            stop = letters([3, int(free.token_ids[0])])
+            assert stop not in letters(free.token_ids.tolist())
+            again = await engine.generate([1, 2, 3], replace(GREEDY, stop_strings=(stop,)))
+            assert again.token_ids.tolist() == free.token_ids.tolist()
+
+    asyncio.run(run())
+
+
+def test_a_string_that_is_completed_by_the_last_token_allowed_is_a_stop(build: Build) -> None:
+    async def run() -> None:
+        async with serving(build(), decode=letters) as engine:
+            free = await engine.generate([1, 2, 3], replace(GREEDY, max_tokens=3))
+            params = replace(GREEDY, max_tokens=3, stop_strings=(letters(free.token_ids.tolist()),))
+            assert (await engine.generate([1, 2, 3], params)).finish_reason == "stop"
+
+    asyncio.run(run())
+
+
+def test_a_character_of_several_tokens_completes_a_stop_string(build: Build) -> None:
+    """Each token is one byte, as with a byte-level tokenizer; the stop string is one character of three bytes."""
+    model, params = build(), SamplingParams(max_tokens=12, seed=1)
+
+    async def run() -> None:
+        async with serving(model) as engine:
+            said = (await engine.generate([1], params)).token_ids.tolist()
+        three = said[6:9]
+        assert len(set(three)) == 3, "the tokens tell the bytes apart"
+        spelled = dict(zip(three, "€".encode(), strict=True))
+
+        def decode(token_ids: list[int]) -> str:
+            return bytes(spelled.get(token, 65) for token in token_ids).decode(errors="replace")
+
+        assert "€" not in decode(said[:8])
+        async with serving(model, decode=decode) as engine:
+            answer = await engine.generate([1], replace(params, stop_strings=("€",)))
+            assert (answer.token_ids.tolist(), answer.finish_reason) == (said[:9], "stop")
+
+    asyncio.run(run())
+
+
+def test_stop_strings_need_a_tokenizer(build: Build) -> None:
+    async def run() -> None:
+        async with serving(build()) as engine:
+            with pytest.raises(ValueError, match="stop_strings need an engine that was given its tokenizer's decode"):
+                await engine.generate([1], replace(GREEDY, stop_strings=("a",)))
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("prompt", "changes", "message"),
     [
@@ -380,6 +465,7 @@ def test_an_answer_ends_with_its_stop_token_with_max_tokens_or_with_the_context(
         ([1], {"top_k": -1}, "top_k"),
         ([1], {"top_p": 0.0}, "top_p"),
         ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"stop_strings": ("a", "")}, "stop_strings must not be empty"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused(
@@ -463,3 +549,33 @@ def test_models_that_cannot_be_served_exactly_are_refused(build: Build) -> None:
     alibi = FalconConfig(**sizes, alibi=True, max_position_embeddings=64)
     with pytest.raises(ConfigError, match="Falcon"):
         asyncio.run(start(FalconForCausalLM(alibi)))
+
+
+def test_many_scores_at_once_are_those_of_each_row_alone(build: Build) -> None:
+    model = build()
+    rows = [*prompts(5, seed=1), [3], [4, 2]]
+
+    async def run() -> tuple[list[np.ndarray], list[np.ndarray]]:
+        async with serving(model) as engine:
+            alone = [await engine.score(row, 0.7 + 0.1 * (index % 2)) for index, row in enumerate(rows)]
+            scoring = [engine.score(row, 0.7 + 0.1 * (index % 2)) for index, row in enumerate(rows)]
+            return alone, await asyncio.gather(*scoring)
+
+    for alone, together in zip(*asyncio.run(run()), strict=True):
+        np.testing.assert_allclose(together, alone, atol=1e-6)
+
+
+def test_a_cancelled_score_leaves_those_beside_it_alone(build: Build) -> None:
+    async def run() -> None:
+        async with serving(build()) as engine:
+            tasks = [asyncio.ensure_future(engine.score([1, 2, 3])) for _ in range(2)]
+            await asyncio.sleep(0)
+            tasks[0].cancel()
+            assert (await tasks[1]).tolist() == (await engine.score([1, 2, 3])).tolist()
+
+    asyncio.run(run())
+
+
+def test_rows_of_about_the_same_length_share_a_pass_of_bounded_size() -> None:
+    assert plan_scores([5, 1, 9, 2, 4, 30], 12) == [[1, 3, 4], [0], [2], [5]]
+    assert plan_scores([], 12) == []

@@ -27,6 +27,9 @@ class CharTokenizer:
     def __init__(self) -> None:
         self.encoded: list[str] = []
 
+    def __len__(self) -> int:
+        return PAIR + 1
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert not add_special_tokens
         self.encoded.append(text)
@@ -66,6 +69,12 @@ class ScriptedEngine:
         self.hold: asyncio.Event | None = None
         """Where set, requests wait for it."""
         self.started = asyncio.Event()
+
+    async def asked(self, count: int) -> None:
+        """Wait until there were so many requests."""
+        while len(self.requests) < count:
+            self.started.clear()
+            await self.started.wait()
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         self.requests.append((list(prompt_ids), params))

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from scripted import ScriptedEngine, generation, ids, lease, runner, settings
 from virtual_time import run_in_virtual_time
 
-from streamrl.envs.closing import ClosingPolicy, Straggler
+from streamrl.envs.closing import ClosingPolicy, Played, Straggler
 from streamrl.envs.failure import Failure
 from streamrl.envs.group import GroupResult
+from streamrl.envs.guard import GRACE_S
 from streamrl.schema import Config
 from streamrl.types import Generation, SamplingParams, Trajectory
 
@@ -122,7 +123,7 @@ def test_a_group_is_closed_so_many_seconds_after_it_was_large_enough() -> None:
     assert at == 4.0 + 3.0
     assert rewards(result) == [4.0, 1.0, 6.0]
     line = line_of("await asyncio.sleep(seconds)")
-    reason = "still running group.straggler_s=3 after group.min_size=2 of 5 trajectories finished"
+    reason = "still running group.straggler_s=3 after group.min_size=2 of 5 episodes finished"
     assert result.stragglers == [Straggler(f"{reason} (user_episodes.py:{line})")] * 2
     assert result.failures == []
 
@@ -154,7 +155,7 @@ def test_a_group_that_failures_left_too_small_is_ended_at_once() -> None:
     assert len(result.failures) == 2
     line = line_of("await asyncio.sleep(seconds)")
     assert result.stragglers == [
-        Straggler(f"cancelled: failures left fewer than group.min_size=3 of 4 trajectories (user_episodes.py:{line})")
+        Straggler(f"cancelled: failures left fewer than group.min_size=3 of 4 episodes (user_episodes.py:{line})")
     ]
 
 
@@ -189,17 +190,15 @@ def test_an_answer_given_because_of_the_cancellation_is_no_trajectory(name: str)
     engine = SlowEngine("1", "2", "90")
     result, at = play_slowly(closing(name), engine, size=3)
     assert (rewards(result), at) == ([1.0, 2.0], 5.0)
-    reason = "still running group.straggler_s=3 after group.min_size=2 of 3 trajectories finished"
+    reason = "still running group.straggler_s=3 after group.min_size=2 of 3 episodes finished"
     assert result.stragglers == [Straggler(reason)]
     assert len(engine.requests) == 3
     assert result.failures == []
 
 
-def test_an_episode_that_waits_on_when_cancelled_is_ended_by_its_own_timeout() -> None:
-    config = closing("waits_when_cancelled")
-    config.env.timeout_s = 50.0
-    result, at = play_slowly(config, SlowEngine("1", "2", "90"), size=3)
-    assert (rewards(result), at, result.failures) == ([1.0, 2.0], 50.0, [])
+def test_an_episode_that_waits_on_when_cancelled_holds_the_group_for_a_moment_only() -> None:
+    result, at = play_slowly(closing("waits_when_cancelled"), SlowEngine("1", "2", "90"), size=3)
+    assert (rewards(result), at, result.failures) == ([1.0, 2.0], 5.0 + GRACE_S, [])
     assert len(result.stragglers) == 1
 
 
@@ -282,21 +281,21 @@ def test_every_episode_is_in_exactly_one_of_the_lists(
         bad = sorted(seconds for seconds, fails in episodes if fails)
         closed_at = bad[len(episodes) - enough]
 
-    class FakeSession:
+    class FakeEpisode:
         def close(self) -> bool:
             return True
 
-    async def episode(place: int, seconds: int, fails: bool) -> Trajectory | Failure:
+    async def episode(place: int, seconds: int, fails: bool) -> Played | Failure:
         await asyncio.sleep(seconds)
         if fails:
             return Failure(str(place), "")
         empty = np.zeros(0)
-        return Trajectory(empty, empty, empty, [], reward=place)
+        return Played([Trajectory(empty, empty, empty, [], reward=place)])
 
-    async def main() -> list[Trajectory | Failure | Straggler]:
+    async def main() -> list[Played | Failure | Straggler]:
         running = [episode(place, *each) for place, each in enumerate(episodes)]
-        sessions = [FakeSession() for _ in episodes]
-        ended = await ClosingPolicy(enough, straggler_s + 0.5).play(sessions, running)  # type: ignore[arg-type]
+        fakes = [FakeEpisode() for _ in episodes]
+        ended = await ClosingPolicy(enough, straggler_s + 0.5).play(fakes, running)  # type: ignore[arg-type]
         assert asyncio.get_running_loop().time() == min(closed_at, max(seconds for seconds, _ in episodes))
         return ended
 
@@ -306,4 +305,4 @@ def test_every_episode_is_in_exactly_one_of_the_lists(
         elif fails:
             assert isinstance(outcome, Failure) and outcome.reason == str(place)
         else:
-            assert isinstance(outcome, Trajectory) and outcome.reward == place
+            assert isinstance(outcome, Played) and outcome.reward == place

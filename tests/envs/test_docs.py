@@ -14,6 +14,7 @@ from scripted import play, says, settings
 
 from streamrl.envs.environment import load_environment
 from streamrl.envs.group import GroupResult
+from streamrl.envs.guard import GRACE_S, MOST_LEFT
 from streamrl.envs.returned import MAX_COLUMNS, METADATA_BYTES, METADATA_DEPTH, RESERVED
 from streamrl.errors import ConfigError
 from streamrl.schema import Config
@@ -58,13 +59,26 @@ def test_every_snippet_is_used_by_a_command() -> None:
 def test_every_command_runs_without_a_failure(command: str) -> None:
     result = run(command, "1$")
     assert result.failures == []
-    assert result.group is not None and len(result.group.trajectories) == 3
+    assert result.group is not None and {each.episode for each in result.group.trajectories} == {0, 1, 2}
 
 
 def test_the_two_turn_snippet_plays_two_turns() -> None:
     result = run("env=guessing:Guessing", "x$")
     assert result.group is not None
     assert [(each.turns, each.metrics) for each in result.group.trajectories] == [(2, {"second_tries": 1.0})] * 3
+
+
+def test_the_branching_snippet_gives_a_trajectory_for_every_attempt() -> None:
+    result = run("env=attempts:Attempts", "1$")
+    assert result.group is not None
+    assert [each.episode for each in result.group.trajectories] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_the_snippets_with_rewards_of_turns_give_them() -> None:
+    spelled, stairs = run("env=spelled:Spelled", "1$"), run("env=stairs:Stairs env.args.height=3", "1$")
+    assert spelled.group is not None and stairs.group is not None
+    assert {abs(each) for one in spelled.group.trajectories for each in one.turn_rewards} == {0.5}
+    assert [(each.turn_rewards, each.reward) for each in stairs.group.trajectories] == [([0.5] * 3, 1.5)] * 3
 
 
 @pytest.mark.parametrize("line", REFUSALS)
@@ -100,6 +114,8 @@ def test_the_snippet_with_columns_brings_them_along() -> None:
 
 def test_the_bounds_and_names_of_the_page_are_those_that_hold() -> None:
     assert f"At most {MAX_COLUMNS}." in PAGE
+    assert f"more than {MOST_LEFT} of them in one process end the run" in PAGE
+    assert PAGE.count(f"ended after {GRACE_S:g} seconds") == 2
     assert f"nested up to {METADATA_DEPTH} deep and up to {METADATA_BYTES >> 10} KiB" in PAGE
     names = re.search(r"The names\s+`(\w+)`, `(\w+)` and `(\w+)` are taken", PAGE)
     assert names is not None and set(names.groups()) == RESERVED

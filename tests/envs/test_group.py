@@ -177,7 +177,7 @@ def test_an_episode_that_leaves_a_call_running_fails() -> None:
         engine.hold = asyncio.Event()
         return await runner(config_for("leaves_a_call"), engine).run_group(lease(2))
 
-    assert "policy.complete was still running" in only_failure(asyncio.run(main()))
+    assert "a call of the policy was still running" in only_failure(asyncio.run(main()))
 
 
 @pytest.mark.parametrize("value", [None, "1.0", math.nan, math.inf, 1j, [1.0]])

@@ -8,15 +8,23 @@ import numpy as np
 import pytest
 from scripted import END, PAIR, CharTokenizer, ScriptedEngine, generation, ids, says
 
+from streamrl.envs.codec import Codec
 from streamrl.envs.environment import Reward
-from streamrl.envs.session import Codec, ContextFull, Limits, Session, turn_seed
-from streamrl.types import Generation
+from streamrl.envs.episode import ContextFull, Episode, Limits, turn_seed
+from streamrl.envs.session import Session
+from streamrl.types import Generation, Trajectory
 
 LIMITS = Limits(temperature=0.7, top_k=0, top_p=1.0, max_tokens=8, max_length=20)
 
 
 def session(engine: ScriptedEngine, limits: Limits = LIMITS, tokenizer: CharTokenizer | None = None) -> Session:
-    return Session(engine, Codec(tokenizer or CharTokenizer()), limits, (0, 0, 0, 0))  # type: ignore[arg-type]
+    return Session(Episode(engine, Codec(tokenizer or CharTokenizer()), limits, (0, 0, 0, 0)))  # type: ignore[arg-type]
+
+
+def only(policy: Session, reward: Reward | None = None) -> Trajectory:
+    """The one trajectory of an episode that never branched."""
+    (trajectory,) = policy.episode.trajectories(reward or Reward(0.0), member=3)
+    return trajectory
 
 
 def test_two_turns_record_tokens_masks_log_probs_and_versions_exactly() -> None:
@@ -34,7 +42,7 @@ def test_two_turns_record_tokens_masks_log_probs_and_versions_exactly() -> None:
         return [first.text, second.text]
 
     assert asyncio.run(episode()) == ["1ab", "7"]
-    trajectory = policy.trajectory(Reward(0.5, {"hints": 1.0}))
+    trajectory = only(policy, Reward(0.5, {"hints": 1.0}))
     assert trajectory.tokens.tolist() == [*ids("5+2="), 1, PAIR, END, *ids("<7$")]
     assert trajectory.sampled.tolist() == [False] * 4 + [True] * 3 + [False] + [True] * 2
     assert trajectory.behaviour.tolist() == [0, 0, 0, 0, -0.25, -1.5, -0.125, 0, -2.0, -0.0625]
@@ -70,17 +78,28 @@ def test_a_turn_samples_with_the_runs_settings_and_stops_at_the_end_token() -> N
     assert params.stop_token_ids == (END,)
 
 
-def test_a_stop_string_of_one_token_is_added_to_the_end_token() -> None:
-    engine = says("1,")
-    asyncio.run(session(engine).complete("1=", stop=[",", "."]))
-    assert engine.requests[0][1].stop_token_ids == (*ids(",."), END)
+def test_stop_strings_of_any_length_go_to_the_engine_and_are_cut_from_the_text() -> None:
+    engine = says("1+2<>3$")
+    policy = session(engine)
+    completion = asyncio.run(policy.complete("1=", stop=["<>", "."]))
+    assert (engine.requests[0][1].stop_token_ids, engine.requests[0][1].stop_strings) == ((END,), ("<>", "."))
+    assert (completion.text, completion.token_ids) == ("1+2", tuple(ids("1+2<>3$")))
+
+
+def test_a_stop_string_that_is_a_special_token_is_stopped_at_by_its_id() -> None:
+    class Special(CharTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return [END] if text == "$" else super().encode(text, add_special_tokens)
+
+    engine = says("1$")
+    asyncio.run(session(engine, tokenizer=Special()).complete("1=", stop="$"))
+    assert (engine.requests[0][1].stop_token_ids, engine.requests[0][1].stop_strings) == ((END,), ())
 
 
 @pytest.mark.parametrize(
-    ("stop", "message"),
-    [("ab", "exactly one token of the tokenizer, but is 2"), ("", "but is 0"), ("~", "but is 0")],
+    ("stop", "message"), [("", "at least one character"), ("~", "would never be sampled"), ([3], "expected a string")]
 )
-def test_a_stop_string_that_is_not_one_token_is_refused(stop: str, message: str) -> None:
+def test_a_stop_string_that_cannot_be_sampled_is_refused(stop: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         asyncio.run(session(says("1$")).complete("1=", stop=stop))
 
@@ -90,7 +109,7 @@ def test_a_stop_string_that_the_tokenizer_reads_as_an_unknown_token_is_refused()
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             return super().encode("?" if text == "~" else text, add_special_tokens)
 
-    with pytest.raises(ValueError, match="reads it as something else"):
+    with pytest.raises(ValueError, match="would never be sampled"):
         asyncio.run(session(says("1$"), tokenizer=Lossy()).complete("1=", stop="~"))
 
 
@@ -106,7 +125,7 @@ def test_max_tokens_shrinks_to_the_room_in_the_context() -> None:
     policy = session(engine)
     asyncio.run(policy.complete("1" * 15))
     assert engine.requests[0][1].max_tokens == 5
-    assert policy.trajectory(Reward(0.0)).truncated
+    assert only(policy).truncated
 
 
 def test_a_full_context_raises_once_and_leaves_the_transcript_as_it_was() -> None:
@@ -118,7 +137,7 @@ def test_a_full_context_raises_once_and_leaves_the_transcript_as_it_was() -> Non
             await policy.complete("<")
 
     asyncio.run(episode())
-    trajectory = policy.trajectory(Reward(0.0))
+    trajectory = only(policy)
     assert trajectory.tokens.tolist() == ids("1" * 13 + "12345$")
     assert trajectory.truncated
 
@@ -139,7 +158,7 @@ def test_a_call_that_fails_leaves_the_transcript_as_it_was_and_can_be_made_again
         await policy.complete(">")
 
     asyncio.run(episode())
-    assert policy.trajectory(Reward(0.0)).tokens.tolist() == ids("1=1$>1$")
+    assert only(policy).tokens.tolist() == ids("1=1$>1$")
     assert engine.requests[1][1].seed == engine.requests[2][1].seed
 
 
@@ -160,14 +179,18 @@ def test_two_calls_at_once_are_refused() -> None:
 
 def test_a_call_after_the_episode_is_refused() -> None:
     policy = session(says("1$"))
-    assert policy.close()
+    assert policy.episode.close()
     with pytest.raises(RuntimeError, match="the episode has ended"):
         asyncio.run(policy.complete("1="))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "the transcript is empty"), ("~~", "has no token for any part of '~~'"), (3, "text must be str, got int")],
+    [
+        ("", "the transcript is empty"),
+        ("~~", "has no token for any part of '~~'"),
+        (3, "must be str or token ids, got 3"),
+    ],
 )
 def test_a_text_that_cannot_start_a_transcript_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -199,9 +222,9 @@ def test_a_transformers_tokenizer_fits(tmp_path: object) -> None:
     inner.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", unk_token="<unk>")
     engine = ScriptedEngine(lambda *_: generation([4, 6, 14]))
-    policy = Session(engine, Codec(tokenizer), LIMITS, (0, 0, 0, 0))  # type: ignore[arg-type]
+    policy = Session(Episode(engine, Codec(tokenizer), LIMITS, (0, 0, 0, 0)))  # type: ignore[arg-type]
     assert asyncio.run(policy.complete("12+34=")).text == "46"
     assert engine.requests[0] == ([1, 2, 10, 3, 4, 11], engine.requests[0][1])
     assert engine.requests[0][1].stop_token_ids == (14,)
-    with pytest.raises(ValueError, match="reads it as something else"):
+    with pytest.raises(ValueError, match="would never be sampled"):
         asyncio.run(policy.complete("<", stop="~"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from streamrl.buffers.wire import codec
@@ -37,6 +39,16 @@ def groups() -> list[Group]:
             1, 2, "ü", [trajectory(3, 1, router), trajectory(2, 0), trajectory(3, 1, {"r\U0001f600": np.array(1.0)})]
         ),
         Group(1, 2, "sums", [trajectory(1, 1, of_every_dtype)]),
+        Group(
+            1,
+            2,
+            "sums",
+            [
+                replace(trajectory(3, 2), episode=0, turn_rewards=[0.25]),
+                replace(trajectory(3, 4), episode=0),
+                replace(trajectory(3, 1), episode=1),
+            ],
+        ),
         Group(1, 2, "sums", [trajectory(1, 1, {"x": np.zeros((2, 0, 3)), "y": np.array(3)})]),
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -75,6 +77,15 @@ def settings(**trainer) -> Config:
     for name, value in trainer.items():
         setattr(config.trainer, name, value)
     return config
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """‖found − expected‖ / ‖expected‖ over all entries of all tensors, in float64."""
+    assert list(found) == list(expected)
+    with torch.no_grad():
+        gap = sum(float((found[name].double() - tensor.double()).square().sum()) for name, tensor in expected.items())
+        whole = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    return math.sqrt(gap / whole)
 
 
 def reference_logprobs(model, one: Trajectory, temperature: float = 1.0) -> torch.Tensor:

@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from learner_cases import batch, group, reference_logprobs, settings, tiny_model, trajectory, varied_groups
+from learner_cases import batch, distance, group, reference_logprobs, settings, tiny_model, trajectory, varied_groups
 
 from streamrl.errors import ConfigError, DivergedError, StalenessError
 from streamrl.metrics import KEYS
 from streamrl.policy.learner import Learner
 from streamrl.policy.optimizer import learning_rate
 from streamrl.schema import TrainerConfig
+from streamrl.types import TrainGroup
 
 
 def state(model):
@@ -58,17 +59,51 @@ def test_a_step_is_the_unpacked_loss_clipped_and_given_to_adamw(max_grad_norm):
         torch.testing.assert_close(parameter, dict(expected.named_parameters())[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_loss_metrics_and_update_do_not_depend_on_the_micro_batches():
-    groups = varied_groups()
-    results = []
-    for micro_batches in ([groups], [groups[:1], groups[1:]], [[], groups[3:], groups[1:3], groups[:1]]):
-        model = tiny_model()
-        metrics = Learner(settings(eps=0.1), model).step(batch(*micro_batches))
-        results.append(({k: v for k, v in metrics.items() if not k.startswith("time/")}, state(model)))
-    for metrics, parameters in results[1:]:
-        assert metrics == pytest.approx(results[0][0], rel=1e-5, abs=1e-7)
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter, results[0][1][name], rtol=1e-5, atol=1e-6, msg=name)
+def observed(micro_batches, row_tokens=None):
+    """(metrics, gradients) of a step on a fresh model."""
+    model, gradients = tiny_model(), {}
+    learner = Learner(settings(eps=0.1), model)
+    learner._row_tokens = row_tokens or learner._row_tokens
+    learner.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    )
+    metrics = learner.step(batch(*micro_batches))
+    return {key: value for key, value in metrics.items() if not key.startswith("time/")}, gradients
+
+
+def alone(groups):
+    """The same trajectories, each a group and a micro-batch of its own: nothing that they share is computed once."""
+    return [
+        [TrainGroup(each.lease, each.env, [one], each.advantages[k : k + 1], each.token_weights[k : k + 1])]
+        for each in groups
+        for k, one in enumerate(each.trajectories)
+    ]
+
+
+SPLITS = {
+    "two": lambda groups: [groups[:1], groups[1:]],
+    "uneven, in another order, one empty": lambda groups: [[], groups[3:], groups[1:3], groups[:1]],
+    "one trajectory each": alone,
+    "reversed": lambda groups: [groups[::-1]],
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_loss_metrics_and_gradient_are_those_of_one_micro_batch_to_1e_6(split):
+    """The gradient relative to its norm, over all parameters; metrics relative to their value."""
+    expected, gradients = observed([varied_groups()])
+    found, ours = observed(SPLITS[split](varied_groups()))
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert distance(ours, gradients) < 1e-6
+
+
+@pytest.mark.parametrize("row_tokens", [1, 8, 40])
+def test_loss_metrics_and_gradient_do_not_depend_on_rows_and_their_padding(row_tokens):
+    """Narrow rows split a group over several, wide ones hold several groups and more padding."""
+    expected, gradients = observed([varied_groups()])
+    found, ours = observed([varied_groups()], row_tokens)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert distance(ours, gradients) < 1e-6
 
 
 def test_every_metric_of_a_step_is_there():
@@ -158,8 +193,8 @@ def test_a_gradient_that_is_not_finite_stops_the_step_before_the_weights_change(
     model = tiny_model()
     learner = Learner(settings(), model)
     before = state(model)
-    # The loss still fits float32, the sum over the gradient's squares does not.
-    poisoned = group(trajectory("ab", "cd"), advantages=[1e30])
+    # The loss still fits float32, the gradient does not.
+    poisoned = group(trajectory("ab", "cd"), advantages=[3e38], weight=1.0)
     with pytest.raises(DivergedError, match="step 3: the gradient norm"):
         learner.step(batch([poisoned], step=3))
     assert_same(model, before)

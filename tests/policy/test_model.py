@@ -11,7 +11,7 @@ import torch
 from streamrl.errors import ConfigError
 from streamrl.policy.model import load_model, load_tokenizer, prepare_model
 from streamrl.policy.tokenizer import CHARACTERS, character_tokenizer
-from streamrl.policy.warmup import FIRST_PROBE
+from streamrl.policy.warmup import FIRST_PROBE, Lesson
 from streamrl.schema import Config
 
 torch.set_num_threads(1)
@@ -43,8 +43,8 @@ def small_config(steps: int = 0, **args: object) -> Config:
     return config
 
 
-def echo(index: int) -> tuple[str, str]:
-    return f"{index % 7}=", str(index % 7)
+def echo(index: int) -> Lesson:
+    return [(f"{index % 7}=", False), (str(index % 7), True)]
 
 
 def silent(done: int, total: int, text: str) -> None:
@@ -73,6 +73,27 @@ def test_a_character_outside_the_alphabet_becomes_unk_and_is_not_dropped():
     ids = tokenizer.encode("a\té→b")
     assert [ids[1], ids[2], ids[3]] == [tokenizer.unk_token_id] * 3
     assert len(ids) == 5
+
+
+def test_a_chat_is_one_token_per_role_and_the_end_token_after_each_message():
+    tokenizer = character_tokenizer()
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {}, "b": {}}}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": "4"}}}
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "3+4"},
+        {"role": "assistant", "tool_calls": [call, call]},
+        {"role": "tool", "content": "7"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|system|>S\nadd(a,b)<eos><|user|>3+4<eos>"
+        '<|assistant|><|call|>add(a=3,b="4")<|call|>add(a=3,b="4")<eos><|tool|>7<eos><|assistant|>'
+    )
+    without_system = tokenizer.apply_chat_template(messages[1:2], tools=tools, tokenize=False)
+    assert without_system == "<|system|>add(a,b)<eos><|user|>3+4<eos>"
+    ids = tokenizer.encode("<|user|>3<eos>", split_special_tokens=False)
+    assert (ids, len(tokenizer)) == ([4, tokenizer.convert_tokens_to_ids("3"), 1], 104)
 
 
 def test_special_tokens_are_left_out_of_a_decoded_answer():
@@ -116,8 +137,8 @@ def test_the_second_launch_takes_the_model_from_the_cache(cache: Path):
 
 
 def test_everything_that_determines_the_model_makes_another_key():
-    def other_answers(index: int) -> tuple[str, str]:
-        return f"{index % 7}=", "7"
+    def other_answers(index: int) -> Lesson:
+        return [(f"{index % 7}=", False), ("7", True)]
 
     changes = [small_config(steps=2) for _ in range(5)]
     changes[0].seed = 1
@@ -128,6 +149,14 @@ def test_everything_that_determines_the_model_makes_another_key():
     folders = [prepare_model(config, echo, silent) for config in [small_config(steps=2), *changes]]
     folders.append(prepare_model(small_config(steps=2), other_answers, silent))
     assert len(set(folders)) == len(folders)
+
+
+def test_a_model_with_another_tokenizer_is_another_model(monkeypatch: pytest.MonkeyPatch):
+    before = prepare_model(small_config(), None, silent)
+    changed = character_tokenizer()
+    changed.chat_template = f"{changed.chat_template} "
+    monkeypatch.setattr("streamrl.policy.model.character_tokenizer", lambda: changed)
+    assert prepare_model(small_config(), None, silent) != before
 
 
 def test_the_same_seed_builds_the_same_weights_and_another_seed_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -166,10 +195,10 @@ def test_the_launch_that_is_second_to_finish_takes_the_first_ones_model(cache: P
 
 
 def test_a_build_that_fails_leaves_nothing_in_the_cache(cache: Path):
-    def broken(index: int) -> tuple[str, str]:
+    def broken(index: int) -> Lesson:
         if index > FIRST_PROBE:
             raise RuntimeError("no such task")
-        return "1=", "1"
+        return [("1=", False), ("1", True)]
 
     with pytest.raises(RuntimeError, match="no such task"):
         prepare_model(small_config(steps=2), broken, silent)

@@ -220,6 +220,15 @@ def values_of(policy, one):
     return policy.value(hidden).squeeze(1).double()
 
 
+def step_rewards(one, steps, reward):
+    """The reward of each step: that of a turn where the turn ends, the rest of the whole at the very end."""
+    ends = [t for t in np.flatnonzero(one.sampled) if t + 1 == len(one.sampled) or not one.sampled[t + 1]]
+    given = dict(zip(ends, one.turn_rewards, strict=True)) if one.turn_rewards else {}
+    found = [given.get(step[-1], 0.0) for step in steps]
+    found[-1] += reward - sum(one.turn_rewards)
+    return found
+
+
 def actor_critic_loss(policy, groups, config, whiten):
     """REINFORCE with advantages by GAE, and the value head's squared error, on one trajectory at a time."""
     value, terms = config.loss.value, []
@@ -230,8 +239,8 @@ def actor_critic_loss(policy, groups, config, whiten):
             steps = [sampled[turn == k] for k in range(turn.max() + 1)] if value.step == "turn" else sampled[:, None]
             values = values_of(policy, one)
             starts = [values[step[0] - 1].item() for step in steps] + [0.0]
-            last = len(steps) - 1
-            deltas = [(reward if k == last else 0.0) + value.gamma * starts[k + 1] - starts[k] for k in range(last + 1)]
+            given = step_rewards(one, steps, reward)
+            deltas = [given[k] + value.gamma * starts[k + 1] - starts[k] for k in range(len(steps))]
             for k, step in enumerate(steps):
                 advantage = sum((value.gamma * value.lam) ** j * delta for j, delta in enumerate(deltas[k:]))
                 for t in step:
@@ -258,6 +267,29 @@ def test_a_value_head_gives_advantages_of_tokens_and_learns_returns(step, whiten
     loss = actor_critic_loss(expected, varied_groups(), config, whiten)
     norm = descend(expected, loss, config)
     metrics = learner.step(batch(*([each] for each in varied_groups()), oldest_allowed=0))
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("step", ["token", "turn"])
+def test_rewards_of_turns_come_at_the_ends_of_their_turns(step):
+    def groups():
+        made = varied_groups()
+        for one in made[2].trajectories[:2]:
+            one.turn_rewards = [0.75, -0.5]
+        made[0].trajectories[1].turn_rewards = [2.0]
+        return made
+
+    config = settings(**FAST)
+    config.loss.name, config.loss.advantage, config.loss.value.whiten = "reinforce", "gae", False
+    config.loss.value.gamma, config.loss.value.lam, config.loss.value.step = 0.9, 0.8, step
+    learner = Learner(config, tiny_model())
+    learner.step(batch(groups(), oldest_allowed=0))
+    expected, without = copy.deepcopy(learner._policy), copy.deepcopy(learner._policy)
+    loss = actor_critic_loss(expected, groups(), config, whiten=False)
+    assert loss.item() != pytest.approx(actor_critic_loss(without, varied_groups(), config, False).item(), rel=1e-3)
+    norm = descend(expected, loss, config)
+    metrics = learner.step(batch(*([each] for each in groups()), oldest_allowed=0))
     assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
 

@@ -199,3 +199,20 @@ def test_an_empty_micro_batch_is_a_row_of_padding_with_a_zero_gradient():
     logprobs.sum().backward()
     assert packed.tokens.shape == (1, 8)
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_rewards_of_turns_move_from_the_end_of_the_trajectory_to_the_ends_of_their_turns():
+    """``cd`` got 0.75 and ``fg`` −0.5: the end of the trajectory gives 0.25 back, and keeps the −0.5."""
+    rewarded = trajectory("ab", "cd", observation="e", second="fg")
+    rewarded.turn_rewards = [0.75, -0.5]
+    packed = pack([group(trajectory("ab", "c"), rewarded, trajectory("ab", "dd"))], 5, 3, WIDE)
+    assert packed.reward_shift.tolist() == [0.0, 0.0, 0.75, 0.0, -0.5 - 0.25, 0.0, 0.0]
+
+
+def test_the_reward_of_a_turn_comes_at_its_last_token_that_is_not_stale():
+    """Versions 2 are too old: of ``cde`` only ``e`` is left, of a turn that is stale as a whole nothing."""
+    part = trajectory("ab", "cde", observation="e", second="fg", versions=[(2, 2), (5, 3)])
+    whole = trajectory("ab", "cde", observation="e", second="fg", versions=[(2, 3), (5, 2)])
+    part.turn_rewards = whole.turn_rewards = [1.0, 2.0]
+    packed = pack([group(part, whole)], 5, 3, WIDE)
+    assert packed.reward_shift.tolist() == [1.0, 0.0, 2.0 - 3.0, 0.0, 2.0 - 3.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from streamrl.errors import ConfigError, DivergedError
 from streamrl.policy import warmup
 from streamrl.policy.tokenizer import character_tokenizer
-from streamrl.policy.warmup import FIRST_PROBE, FIRST_TASK, StopRule, WarmedUp, exact_share, warm_up
+from streamrl.policy.warmup import FIRST_PROBE, FIRST_TASK, Lesson, Lessons, StopRule, WarmedUp, exact_share, warm_up
 from streamrl.schema import WarmupConfig
 
 torch.set_num_threads(1)
@@ -39,13 +40,26 @@ def small_model(seed: int = 0) -> Qwen3ForCausalLM:
     )
 
 
+Pairs = Callable[[int], tuple[str, str]]
+
+
 def uneven(index: int) -> tuple[str, str]:
     """Prompts and answers of several lengths."""
     return f"{'ab' * (index % 3)}{index % 5}=", "xyz"[: 1 + index % 3]
 
 
-def run(model: Qwen3ForCausalLM, config: WarmupConfig, tasks=uneven, max_length: int = 32) -> WarmedUp:
-    return warm_up(model, TOKENIZER, tasks, config, max_length, lambda done, total, text: None)
+def lessons(pairs: Pairs) -> Lessons:
+    """Prompt and answer as a lesson."""
+
+    def lesson(index: int) -> Lesson:
+        prompt, answer = pairs(index)
+        return [(prompt, False), (answer, True)]
+
+    return lesson
+
+
+def run(model: Qwen3ForCausalLM, config: WarmupConfig, pairs: Pairs = uneven, max_length: int = 32) -> WarmedUp:
+    return warm_up(model, TOKENIZER, lessons(pairs), config, max_length, lambda done, total, text: None)
 
 
 def greedy(model: Qwen3ForCausalLM, prompt: str, length: int) -> list[int]:
@@ -130,8 +144,10 @@ def test_the_warm_up_ends_early_with_at_most_the_accuracy_asked_for():
 
     told: list[tuple[int, int]] = []
     config = WarmupConfig(steps=400, batch=20, lr=3e-3, stop_accuracy=0.5)
-    ended = warm_up(model, TOKENIZER, copying, config, 32, lambda done, total, text: told.append((done, total)))
-    probes = warmup._encode(TOKENIZER, [copying(FIRST_PROBE + index) for index in range(warmup.PROBES)], 32)
+    ended = warm_up(
+        model, TOKENIZER, lessons(copying), config, 32, lambda done, total, text: told.append((done, total))
+    )
+    probes = warmup._encode(TOKENIZER, [lessons(copying)(FIRST_PROBE + index) for index in range(warmup.PROBES)], 32)
     assert exact_share(model, probes) == ended.accuracy <= 0.5
     assert 0 < ended.steps < told[-1][0] < 400
     assert {total for _, total in told} == {400}
@@ -186,6 +202,16 @@ def test_the_same_start_ends_in_the_same_weights():
 def test_a_task_without_prompt_or_answer_is_refused_with_the_way_out(prompt: str, answer: str):
     with pytest.raises(ConfigError, match="tasks with a prompt and an answer.*or model.warmup.steps=0"):
         run(small_model(), WarmupConfig(steps=1, batch=1), lambda index: (prompt, answer))
+
+
+def test_a_lesson_of_several_turns_is_learnt_where_it_says_so_and_nowhere_else():
+    lesson: Lesson = [("ab", False), ("c", True), ([9, 10], False), ([11, 12], True), ("left out", False), ("d", True)]
+    encoded = warmup._encode(TOKENIZER, [lesson], 32)
+    a, b, c, d, end = *TOKENIZER.encode("abcd"), TOKENIZER.eos_token_id
+    between = TOKENIZER.encode("left out")
+    assert encoded.inputs[0].tolist() == [a, b, c, end, 9, 10, 11, 12, *between, d]
+    none = [-100] * (len(between) - 1)
+    assert encoded.targets[0].tolist() == [-100, c, end, -100, -100, 11, 12, -100, *none, d, end]
 
 
 def test_a_pair_longer_than_the_model_allows_is_refused():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from pathlib import Path
+
 import numpy as np
 
 from streamrl.buffers.wire.messages import GroupMeta
@@ -54,3 +58,27 @@ class WithColumns(Digits):
 def by_prompt(group: GroupMeta) -> float:
     """Later prompts first."""
     return float(group.prompt)
+
+
+class Hangs(Digits):
+    """In a process that is told to: after its turn every episode leaves a mark, and waits for ever."""
+
+    async def episode(self, task: Task, policy: Policy) -> float:
+        reward = await super().episode(task, policy)
+        if mark := os.environ.get("STREAMRL_TEST_HANG"):
+            Path(mark).touch()  # noqa: ASYNC240 the test looks for it
+            await asyncio.Event().wait()
+        return reward
+
+
+class Letters:
+    """Tasks of its own, and a name that the run's environment does not have."""
+
+    name = "letters"
+
+    def task(self, index: int) -> Task:
+        return Task(prompt=f"{index % 89}=")
+
+    async def episode(self, task: Task, policy: Policy) -> float:
+        answer = await policy.complete(task.prompt)
+        return sum(character.isalpha() for character in answer.text) / max(len(answer.text), 1)

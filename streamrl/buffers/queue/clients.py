@@ -29,6 +29,7 @@ from streamrl.buffers.wire.messages import (
     PublishedRequest,
     PutRequest,
     ReserveRequest,
+    ReturnRequest,
     Status,
 )
 from streamrl.buffers.wire.payload import Payload, Row, unpack_columns
@@ -124,6 +125,15 @@ class QueueProducer:
         self._promised.pop(lease_id, None)
         body = FailRequest(lease_id, reason[-TRACEBACK_CHARACTERS:], traceback[-TRACEBACK_CHARACTERS:])
         header, _ = await self._link.request(body, what=f"failure of lease {lease_id}")
+        return _status(header.body)
+
+    async def give_back(self, lease_id: int, *, lost: bool) -> str:
+        """Return a lease that nobody plays any more: ``returned``, or ``late`` when it was not in flight any more.
+
+        ``lost``: it was being played, which counts against its prompt; else it was never begun.
+        """
+        self._promised.pop(lease_id, None)
+        header, _ = await self._link.request(ReturnRequest(lease_id, lost), what=f"return of lease {lease_id}")
         return _status(header.body)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from streamrl.buffers.wire.messages import (
     Released,
     ReleaseRequest,
     ReserveRequest,
+    ReturnRequest,
     Status,
     Withdraw,
 )
@@ -85,6 +86,13 @@ class LeaseDesk:
             text = f"{self._failures_in_row} leases failed in a row (env.max_failures={limit}); last: {last}"
             self._server.end(EnvironmentFailed(text))
         self._server.answer(asker, Status("failed" if failed else PutStatus.LATE.value))
+
+    def take_back(self, asker: Asker, body: ReturnRequest) -> None:
+        """A lease whose player is gone is issued again; one that is not in flight any more stays as it is."""
+        held = [body.lease] if self._buffer.ledger.is_in_flight(body.lease) else []
+        returned = self._buffer.lose(held, Refund.LOST if body.lost else Refund.UNDELIVERED)
+        self._server.tell("lease_lost" if body.lost else "lease_returned", returned, holder=asker.name)
+        self._server.answer(asker, Status("returned" if returned else PutStatus.LATE.value))
 
     def succeeded(self) -> None:
         """A group came: the row of failures is broken."""

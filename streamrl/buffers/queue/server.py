@@ -45,6 +45,7 @@ from streamrl.buffers.wire.messages import (
     PutRequest,
     ReleaseRequest,
     ReserveRequest,
+    ReturnRequest,
     Status,
     Withdraw,
 )
@@ -61,8 +62,8 @@ class QueueServer(MessageServer):
     """Serves ``buffer`` at ``endpoint`` until ``run`` is cancelled.
 
     ``on_event(name, fields)`` gets ``malformed_frame``, ``request_refused``, ``group_refused`` (duplicate, late,
-    unknown, stale), ``lease_failed``, ``lease_expired``, ``lease_lost``, ``lease_evicted``, ``lease_reissued``,
-    ``batch_reoffered``, ``payload_lost``, ``journal_failed``. ``on_fatal(error)`` is called once, when the run cannot
+    unknown, stale), ``lease_failed``, ``lease_expired``, ``lease_lost``, ``lease_returned``, ``lease_evicted``,
+    ``lease_reissued``, ``batch_reoffered``, ``payload_lost``, ``journal_failed``. ``on_fatal(error)`` is called once, when the run cannot
     go on: a prompt used up ``buffer.max_attempts``, ``env.max_failures`` leases failed in a row, the
     journal cannot be written, or the groups are too large for ``buffer.max_bytes``.
     """
@@ -165,6 +166,8 @@ class QueueServer(MessageServer):
                 self._leases.ask_release(asker, body)
             case FailRequest():
                 self._leases.fail(asker, body)
+            case ReturnRequest():
+                self._leases.take_back(asker, body)
             case BatchRequest():
                 self._batches.ask(asker, body)
             case AcknowledgeRequest():

@@ -43,7 +43,8 @@ def pack_group(group: Group) -> tuple[GroupMeta, Payload]:
     """
     rows = [_row(index, trajectory) for index, trajectory in enumerate(group.trajectories)]
     columns, payload = pack_columns(rows)
-    metas = [_describe(index, trajectory) for index, trajectory in enumerate(group.trajectories)]
+    episodes = _episodes(group.trajectories)
+    metas = [_describe(index, each, episodes[index]) for index, each in enumerate(group.trajectories)]
     shared = _shared([row["tokens"] for row in rows], [row["sampled"] for row in rows])
     return GroupMeta(group.lease, group.prompt, group.env, shared, metas, columns, payload.nbytes), payload
 
@@ -82,6 +83,8 @@ def check_description(meta: GroupMeta) -> None:
     for index, one in enumerate(meta.trajectories):
         if not math.isfinite(one.reward):
             raise WireError(f"trajectory {index}: expected a finite reward, got {one.reward}")
+        if not all(map(math.isfinite, one.turn_rewards)):
+            raise WireError(f"trajectory {index}: expected finite turn rewards, got {str(one.turn_rewards)[:80]}")
         _check_metadata(index, one.metadata)
 
 
@@ -103,6 +106,11 @@ def check_group(meta: GroupMeta, payload: Payload) -> None:
         if count != one.sampled:
             raise WireError(
                 f"trajectory {index}: expected spans of {count} tokens, all sampled ones, got {one.sampled}"
+            )
+        if one.turn_rewards and len(one.turn_rewards) != (runs := _runs(sampled[index])):
+            raise WireError(
+                f"trajectory {index}: expected a turn reward for each of {runs} runs of sampled tokens, "
+                f"got {len(one.turn_rewards)}"
             )
     shared = _shared(tokens, sampled)
     if meta.shared != shared:
@@ -145,7 +153,21 @@ def _standard(index: int, name: str, value: Any) -> np.ndarray:
     return converted
 
 
-def _describe(index: int, trajectory: Trajectory) -> TrajectoryMeta:
+def _episodes(trajectories: Sequence[Trajectory]) -> list[int]:
+    """The episode of each, where each may be one of its own."""
+    episodes = [int(each.episode) for each in trajectories]
+    own = sum(each < 0 for each in episodes)
+    if 0 < own < len(episodes):
+        raise WireError(f"group: expected the episode of all trajectories or of none, got {str(episodes)[:80]}")
+    return list(range(len(episodes))) if own else episodes
+
+
+def _runs(sampled: np.ndarray) -> int:
+    """Runs of sampled tokens."""
+    return int(np.count_nonzero(sampled[1:] & ~sampled[:-1])) + bool(len(sampled) and sampled[0])
+
+
+def _describe(index: int, trajectory: Trajectory, episode: int) -> TrajectoryMeta:
     try:
         metrics = {name: float(value) for name, value in trajectory.metrics.items()}
     except (TypeError, ValueError) as error:
@@ -159,6 +181,8 @@ def _describe(index: int, trajectory: Trajectory) -> TrajectoryMeta:
         bool(trajectory.truncated),
         metrics,
         trajectory.metadata,
+        episode,
+        [float(value) for value in trajectory.turn_rewards],
     )
 
 
@@ -271,4 +295,6 @@ def _trajectory(meta: TrajectoryMeta, row: dict[str, np.ndarray]) -> Trajectory:
         meta.metrics,
         row,
         meta.metadata,
+        meta.episode,
+        meta.turn_rewards,
     )

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from streamrl.buffers.wire.reference import Reference
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of everything in this file and of the columns in ``payload.py``; both ends must have the same."""
 
 TRACEBACK_CHARACTERS = 8192
@@ -54,6 +54,10 @@ class TrajectoryMeta(Struct, array_like=True):
     truncated: bool
     metrics: dict[str, float] = {}
     metadata: dict[str, Any] = {}
+    episode: Count = 0
+    """Which episode of the group it belongs to."""
+    turn_rewards: list[float] = []
+    """Per run of sampled tokens; they are part of ``reward``. Empty: there are none."""
 
     @property
     def sampled(self) -> int:
@@ -156,6 +160,14 @@ class FailRequest(Struct, tag="fail"):
     lease: int
     reason: Text
     traceback: Text
+
+
+class ReturnRequest(Struct, tag="return"):
+    """The holder is alive, but whoever played the lease for it is gone. Answered with a ``Status``."""
+
+    lease: int
+    lost: bool
+    """It was being played: the prompt is blamed (``buffer.max_attempts``). False: it was handed back unused."""
 
 
 class ReleaseRequest(Struct, tag="release"):
@@ -265,6 +277,29 @@ class FreeRequest(Struct, tag="free"):
     oldest: Count
 
 
+# Rollouter → reference ----------------------------------------------------------------------------------------------
+
+
+class ScoreRequest(Struct, tag="score"):
+    """Trajectories to score: their token ids follow, int32, one after the other. Answered with a ``Status`` and as many
+    log-probs, float32."""
+
+    lengths: list[Annotated[int, Meta(ge=1, le=1 << 24)]]
+
+
+# Environment → reward model -----------------------------------------------------------------------------------------
+
+
+class RewardRequest(Struct, tag="reward"):
+    """A conversation to score, as (role, content) of each message. Answered with ``Rewarded``."""
+
+    messages: list[tuple[Name, str]]
+
+
+class Rewarded(Struct, tag="rewarded"):
+    value: float
+
+
 # Answers ------------------------------------------------------------------------------------------------------------
 
 
@@ -283,9 +318,9 @@ class Refusal(Struct, tag="refusal"):
 
 
 Body = (
-    LeaseRequest | Leases | Withdraw | ReserveRequest | PutRequest | FailRequest | ReleaseRequest | Released
-    | BatchRequest | Batch | AcknowledgeRequest | LostRequest | PublishedRequest
-    | FetchRequest | Fetched | StoreRequest | FreeRequest | Status | Refusal
+    LeaseRequest | Leases | Withdraw | ReserveRequest | PutRequest | FailRequest | ReturnRequest
+    | ReleaseRequest | Released | BatchRequest | Batch | AcknowledgeRequest | LostRequest | PublishedRequest
+    | FetchRequest | Fetched | StoreRequest | FreeRequest | ScoreRequest | RewardRequest | Rewarded | Status | Refusal
 )  # fmt: skip
 
 

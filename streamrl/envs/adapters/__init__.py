@@ -1,0 +1,1 @@
+"""Adapters for what people already have: prompt files, text environments, environment servers (docs/adapters.md)."""

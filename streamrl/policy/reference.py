@@ -1,0 +1,58 @@
+"""Log-probs of the reference policy of a KL term: by a frozen copy here, or as they came with the data.
+
+With ``loss.kl.serve=engine`` the process of ``actors/reference.py`` scored each group before it was put, and its
+log-probs travel as the column ``reference``; with ``trainer`` every rank holds (its shard of) a frozen copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor, from_numpy
+
+from streamrl.errors import ConfigError
+from streamrl.objective_checks import serves_reference
+from streamrl.policy.model import load_model
+from streamrl.schema import Config
+from streamrl.types import TrainGroup, Trajectory, expand_versions
+
+REFERENCE = "reference"
+"""Column: float32 ``[T]``, log π_ref of each token given those before it, the first 0."""
+
+
+def columns_of(config: Config) -> tuple[str, ...]:
+    """Columns beside the standard ones that training reads."""
+    return (REFERENCE,) if serves_reference(config) else ()
+
+
+def frozen_copy(config: Config, model: Any) -> Any | None:
+    """The reference as a model that is never trained, where the trainer holds one: ``model`` now, or a checkpoint."""
+    kl = config.loss.kl
+    if not kl.reference or serves_reference(config):
+        return None
+    found = copy.deepcopy(model) if kl.reference == "initial" else load_model(kl.reference, config.model.dtype).eval()
+    return found.requires_grad_(False)
+
+
+def delivered(groups: Sequence[TrainGroup], oldest_allowed: int) -> Tensor:
+    """float32 ``[N]``, the column at the trainable tokens of a micro-batch, in the order of ``packing.pack``.
+
+    Raises ``ConfigError`` for a trajectory that came without it.
+    """
+    parts = [np.zeros(0, dtype=np.float32)]
+    parts += [_trained(group, one, oldest_allowed) for group in groups for one in group.trajectories]
+    return from_numpy(np.concatenate(parts))
+
+
+def _trained(group: TrainGroup, one: Trajectory, oldest_allowed: int) -> np.ndarray:
+    column = one.columns.get(REFERENCE)
+    if column is None or column.shape != one.tokens.shape:
+        found = "none" if column is None else f"shape {list(column.shape)}"
+        raise ConfigError(
+            f"loss.kl.serve=engine: expected a column {REFERENCE!r} {list(one.tokens.shape)} with each trajectory of "
+            f"lease {group.lease}, got {found}; data of a run without it train with loss.kl.serve=trainer"
+        )
+    return column[one.sampled][expand_versions(one.versions) >= oldest_allowed].astype(np.float32)
