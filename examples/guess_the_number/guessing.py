@@ -9,13 +9,14 @@ SPAN, TRIES = 7, 3  # always guessing the middle finds one of seven numbers in t
 
 class Guessing:
     def task(self, index):
+        draw = random.Random(index)
         low = index % 93
         numbers = range(low, low + SPAN)
-        hidden = random.Random(index).choice(numbers)
-        shown = random.Random(index + 1).sample(numbers, 2)  # any two guesses: it shows the form, not the way
-        first, second = (f"{guess}" for guess in shown)
-        prompt = f"{low}-{low + SPAN - 1}?"
-        return Task(prompt, str(hidden), demonstration=[prompt, first, hint(shown[0], hidden), second])
+        hidden = draw.choice(numbers)
+        shown = [f"{low}-{low + SPAN - 1}?"]
+        for guess in draw.sample(numbers, TRIES):  # any guesses: they show the form, not the way
+            shown += [str(guess), hint(guess, hidden)]
+        return Task(shown[0], str(hidden), demonstration=shown[:-1])
 
     async def episode(self, task, policy):
         said = task.prompt

@@ -39,6 +39,7 @@ from streamrl.envs.episode import Episode, Limits
 from streamrl.envs.proxy import SessionDesk, add_routes
 from streamrl.envs.session import Session
 from streamrl.policy.tokenizer import character_tokenizer
+from streamrl.ports import Engine
 
 SESSIONS = 64
 TURNS = 3
@@ -61,7 +62,7 @@ class Measured:
 class Bench:
     """What both contenders share."""
 
-    engine: EmbeddedEngine
+    engine: Engine
     codec: Codec
     desk: SessionDesk
     url: str
@@ -109,15 +110,8 @@ async def _converse(ask: Ask, index: int) -> None:
 
 
 @asynccontextmanager
-async def _bench() -> AsyncIterator[Bench]:
-    tokenizer = character_tokenizer()
-    engine = EmbeddedEngine(
-        build_model(len(tokenizer)),
-        slots=SESSIONS,
-        max_length=LIMITS.max_length,
-        decode=lambda token_ids: str(tokenizer.decode(token_ids)),
-    )
-    await engine.start()
+async def serving(engine: Engine, codec: Codec) -> AsyncIterator[Bench]:
+    """The proxy in front of ``engine``, on a free port."""
     desk, app = SessionDesk(), web.Application()
     add_routes(app, desk)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
@@ -126,17 +120,21 @@ async def _bench() -> AsyncIterator[Bench]:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-            yield Bench(engine, Codec(tokenizer), desk, url, http)
+            yield Bench(engine, codec, desk, url, http)
     finally:
         await runner.cleanup()
-        await engine.close()
 
 
 async def measure(runs: int) -> list[Row]:
     """Proxied and native conversations, in turn, after one round that is not counted."""
     torch.set_num_threads(1)
-    async with _bench() as bench:
+    codec = Codec(character_tokenizer())
+    model = build_model(len(codec.tokenizer))
+    engine = EmbeddedEngine(model, slots=SESSIONS, max_length=LIMITS.max_length)
+    await engine.start()
+    async with serving(engine, codec) as bench:
         rounds = [(await bench.run(bench.proxied), await bench.run(bench.native)) for _ in range(runs + 1)]
+    await engine.close()
     proxied, native = zip(*rounds[1:], strict=True)
     name = f"proxy/{SESSIONS}-sessions"
     rates = [[each.tokens_per_s for each in side] for side in (proxied, native)]

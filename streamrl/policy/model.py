@@ -207,9 +207,7 @@ def _cache_folder() -> Path:
     return models
 
 
-def _key(
-    config: Config, architecture: Qwen3Config, tokenizer: PreTrainedTokenizerFast, lessons: Lessons | None
-) -> str:
+def _key(config: Config, architecture: Qwen3Config, tokenizer: PreTrainedTokenizerFast, lessons: Lessons | None) -> str:
     """Hash of all that determines the built model; the first tasks stand for the code that makes them."""
     warmup = config.model.warmup
     determined: dict[str, Any] = {

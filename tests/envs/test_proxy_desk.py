@@ -7,9 +7,11 @@ import asyncio
 import pytest
 from proxy_server import ScriptedSession, says
 
+from streamrl.envs.gateway import Gateway
 from streamrl.envs.proxy import desk as desks
 from streamrl.envs.proxy.desk import SessionDesk
 from streamrl.envs.proxy.errors import ApiError
+from streamrl.schema import GatewayConfig
 
 
 def status(desk: SessionDesk, key: str | None) -> int:
@@ -88,5 +90,15 @@ def test_closing_ends_every_call_of_the_session_and_no_other():
         except ApiError as error:
             return error.status
         return 200
+
+    asyncio.run(scene())
+
+
+def test_the_gateway_is_as_strict_as_its_settings_say():
+    async def scene() -> None:
+        for strict in (False, True):
+            gateway = Gateway(GatewayConfig(strict=strict), 0)
+            _, key = gateway.open(ScriptedSession(says("1")))
+            assert gateway.desk.recognise(key).strict is strict
 
     asyncio.run(scene())

@@ -27,7 +27,7 @@ from streamrl.policy.learner import Learner
 from streamrl.policy.parallel import close_ranks, init_ranks
 from streamrl.types import TrainGroup
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 SAME = 1e-6
 CLIP = 0.05
 SCORED = trajectory("abcdef", "ghij").tokens
@@ -82,7 +82,8 @@ def observe(mesh, ranks: int, rank: int, tied: bool) -> dict:
     seen["nothing"] = learner.step(batch([], [group(trajectory("ab", "cd", versions=[(1, 2)]))] if rank == 0 else []))
     seen["diverged"] = diverge(learner, rank, last=max(ranks, 1) - 1)
     seen["after"] = learner.step(batch(*shares(ranks)[rank], version=7))
-    seen["objectives"] = {name: objective(name, mesh, shares(ranks)[rank], tied) for name in OBJECTIVES}
+    names = OBJECTIVES if ranks else ()
+    seen["objectives"] = {name: objective(name, mesh, shares(ranks)[rank], tied) for name in names}
     seen["parameters"] = {name: tensor.clone() for name, tensor in learner.full_parameters()}
     seen["dtypes"] = {parameter.dtype for parameter in model.parameters()}
     return seen

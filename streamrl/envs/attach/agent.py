@@ -152,7 +152,8 @@ class Agent:
             ends: set[asyncio.Future[Any]] = {group, self._gone}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not group.done():
-                raise self._gone.result()
+                gone = self._gone.result()
+                raise AgentGone(str(gone), gone.lost)
             result = group.result()
             closed = _closed(lease, result)
             return result
@@ -210,6 +211,10 @@ class Agent:
                 await self._socket.send_str(encode(message))
             except ConnectionError:
                 return  # the reader sees its end as well
+            except WireError as error:
+                log.error("for agent %s: %s", self.name, error)
+                message = Bye("refused", "the rollouter has an answer that JSON cannot say; its log has more")
+                await self._socket.send_str(encode(message))
             if isinstance(message, Bye):
                 await self._socket.close()
                 return

@@ -73,9 +73,9 @@ class JudgeReward:
         body: Mapping[str, Any] | None = None,
         at_once: int = 8,
         per_s: float = 0.0,
-        timeout_s: float = 60.0,
+        timeout_s: float = 30.0,
         retries: int = 5,
-        deadline_s: float = 300.0,
+        deadline_s: float = 50.0,
         cache_size: int = 10_000,
         cache_path: str = "",
     ) -> None:

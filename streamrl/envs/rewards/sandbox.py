@@ -30,6 +30,8 @@ ISOLATIONS = ("namespaces", "seccomp")
 KINDS = ("auto", *ISOLATIONS)
 GRACE_S = 10.0
 """Beyond a program's own time: to start, to be killed, and to report."""
+START_S = 60.0
+"""For the interpreter to say where it lies, at the start of a run, when everything else starts too."""
 _CHUNK = 1 << 16
 
 
@@ -134,7 +136,10 @@ class Sandbox:
             process = await asyncio.create_subprocess_exec(self._python, "-I", "-c", ask, stdout=pipe, stderr=pipe)
         except OSError as error:
             raise ConfigError(f"sandbox: python={self._python}: {error.strerror}") from error
-        output, errors = await _within(process, process.communicate(), GRACE_S)
+        try:
+            output, errors = await _within(process, process.communicate(), START_S)
+        except TimeoutError:
+            raise ConfigError(f"sandbox: python={self._python} did not start within {START_S:g} s") from None
         if process.returncode != 0:
             raise ConfigError(f"sandbox: python={self._python} is not an interpreter: {errors[-200:]!r}")
         return sorted({*json.loads(output), *self._trees}, key=len)
