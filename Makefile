@@ -9,7 +9,7 @@ FUZZ_RUNS ?= 1000000
 # The marker is remade when the dependencies change, so that a second call starts at once.
 $(VENV)/.installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[envs,nixl,dev]'
+	$(BIN)/pip install --quiet --editable '.[envs,data,gym,rewards,mcp,clients,nixl,dev]'
 	touch $@
 
 quickstart: $(VENV)/.installed

@@ -63,9 +63,9 @@ class QueueServer(MessageServer):
 
     ``on_event(name, fields)`` gets ``malformed_frame``, ``request_refused``, ``group_refused`` (duplicate, late,
     unknown, stale), ``lease_failed``, ``lease_expired``, ``lease_lost``, ``lease_returned``, ``lease_evicted``,
-    ``lease_reissued``, ``batch_reoffered``, ``payload_lost``, ``journal_failed``. ``on_fatal(error)`` is called once, when the run cannot
-    go on: a prompt used up ``buffer.max_attempts``, ``env.max_failures`` leases failed in a row, the
-    journal cannot be written, or the groups are too large for ``buffer.max_bytes``.
+    ``lease_reissued``, ``batch_reoffered``, ``payload_lost``, ``journal_failed``. ``on_fatal(error)`` is called once,
+    when the run cannot go on: a prompt used up ``buffer.max_attempts``, ``env.max_failures`` leases failed in a row,
+    the journal cannot be written, or the groups are too large for ``buffer.max_bytes``.
     """
 
     def __init__(
