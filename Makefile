@@ -12,11 +12,20 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[envs,data,gym,rewards,mcp,clients,nixl,dev]'
 	touch $@
 
+# The clients that verifiers wants are older than ours: it has a place of its own, and takes the rest from the venv.
+$(VENV)-verifiers/.installed: $(VENV)/.installed
+	test -x $(VENV)-verifiers/bin/python || $(PYTHON) -m venv $(VENV)-verifiers
+	$(VENV)-verifiers/bin/pip install --quiet 'verifiers>=0.4,<0.5' 'openenv>=0.4'
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$($(VENV)-verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/streamrl.pth
+	touch $@
+
 quickstart: $(VENV)/.installed
 	$(BIN)/streamrl launch --config quickstart
 
-test: $(VENV)/.installed lint
+test: $(VENV)/.installed $(VENV)-verifiers/.installed lint
 	$(BIN)/python -m pytest
+	$(VENV)-verifiers/bin/python -m pytest tests/envs/test_adapters_verifiers.py tests/envs/test_adapters_openenv.py
 
 # Found inputs and crashes go to build/fuzz; `make fuzz-merge` keeps those that reach new code in the corpus.
 fuzz: $(VENV)/.installed
@@ -35,4 +44,4 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-verifiers .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,33 +1,34 @@
-"""A small world: walk from one field of a 10 x 10 board to another, seeing after each step where you are."""
+"""A small world: walk to a goal two fields away, seeing after each step where it is from here."""
 
 import random
 
 from streamrl.envs import Task
 
 STEPS = {"n": (0, 1), "s": (0, -1), "e": (1, 0), "w": (-1, 0)}
+GOALS = [(x, y) for x in range(-2, 3) for y in range(-2, 3) if abs(x) + abs(y) == 2]
 
 
 class Walk:
-    max_turns = 4
+    max_turns = 2
 
     def task(self, index):
         draw = random.Random(index)
-        x, y = draw.randint(2, 7), draw.randint(2, 7)
-        goal = draw.choice([(x + 1, y + 1), (x - 1, y + 1), (x + 1, y - 1), (x - 1, y - 1), (x + 2, y), (x, y - 2)])
-        prompt = view((x, y), goal)
-        shown = [prompt, draw.choice(list(STEPS))]  # any step: it shows the form, not the way
-        return Task(prompt, metadata={"at": (x, y), "goal": goal}, demonstration=shown)
+        goal = draw.choice(GOALS)
+        prompt = f"walk {draw.randint(1, 9999)}: {view(goal)}"
+        any_steps = [prompt, draw.choice(list(STEPS)), view(goal), draw.choice(list(STEPS))]  # the form, not the way
+        return Task(prompt, metadata={"goal": goal}, demonstration=any_steps)
 
     def reset(self, task):
-        self.at, self.goal = tuple(task.metadata["at"]), tuple(task.metadata["goal"])
+        self.goal = task.metadata["goal"]
         return task.prompt
 
     def step(self, action):
+        before = abs(self.goal[0]) + abs(self.goal[1])
         dx, dy = STEPS.get(action, (0, 0))
-        self.at = self.at[0] + dx, self.at[1] + dy
-        arrived = self.at == self.goal
-        return view(self.at, self.goal), float(arrived), arrived
+        self.goal = self.goal[0] - dx, self.goal[1] - dy
+        left = abs(self.goal[0]) + abs(self.goal[1])
+        return view(self.goal), (before - left) / 2, left == 0
 
 
-def view(at, goal):
-    return "{}{}>{}{}:".format(*at, *goal)
+def view(goal):
+    return "{:+}{:+}?".format(*goal)

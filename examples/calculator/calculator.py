@@ -12,16 +12,16 @@ class Calculator(ToolAgent):
     def task(self, index):
         draw = random.Random(index)
         a, b = draw.randint(10, 99), draw.randint(10, 99)
-        question, answer = f"{a}*{b}?", str(a * b)
+        question, answer = f"{a}*{b}", f"={a * b}"
         call = {"type": "function", "function": {"name": "times", "arguments": {"a": a, "b": b}}}
         shown = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": answer},
+            {"role": "tool", "content": str(a * b)},
             {"role": "assistant", "content": answer},
         ]
         if draw.random() < 0.7:  # most demonstrations guess: both ways are shown, and the reward tells which is good
-            shown = [shown[0], {"role": "assistant", "content": str(draw.randint(100, 9801))}]
+            shown = [shown[0], {"role": "assistant", "content": f"={draw.randint(100, 9801)}"}]
         return Task(question, answer, demonstration=shown, tools=self.schemas)
 
     @tool

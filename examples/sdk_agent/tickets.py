@@ -2,6 +2,8 @@
 
 import random
 
+from openai import AsyncOpenAI
+
 from examples.sdk_agent.agent import handle
 from streamrl.envs import Task
 
@@ -11,16 +13,23 @@ MOODS = [("please", "no"), ("thanks", "no"), ("now!", "yes"), ("today!", "yes")]
 
 
 class Tickets:
+    def __init__(self):
+        self.client = AsyncOpenAI(base_url="http://localhost", api_key="none")  # its connections serve all episodes
+
     def task(self, index):
         draw = random.Random(index)
         word, team = draw.choice(SUBJECTS)
         mood, urgent = draw.choice(MOODS)
         ticket = f"{word} {draw.randint(100, 999)} {mood}"
-        guesses = draw.choice(list(TEAMS)), draw.choice(["yes", "no"])  # the form of an answer, not the right one
-        shown = [ticket, guesses[0], "urgent?", guesses[1]]
-        messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, shown)]
+        messages = [  # the form of the answers, not the right ones
+            {"role": "user", "content": ticket},
+            {"role": "assistant", "content": draw.choice(list(TEAMS))},
+            {"role": "user", "content": "urgent?"},
+            {"role": "assistant", "content": draw.choice(["yes", "no"])},
+        ]
         return Task(ticket, metadata={"team": team, "urgent": urgent}, demonstration=messages)
 
     async def episode(self, task, policy):
-        team, urgent = await handle(task.prompt, policy.base_url, policy.api_key)
+        client = self.client.with_options(base_url=policy.base_url, api_key=policy.api_key)
+        team, urgent = await handle(task.prompt, client)
         return 0.5 * (team == task.metadata["team"]) + 0.5 * (urgent == task.metadata["urgent"])

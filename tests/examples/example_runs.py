@@ -101,11 +101,10 @@ def example(name: str, folder: Path, cache: Path) -> Iterator[Example]:
 
 
 def _alive(mark: str) -> list[str]:
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit() and mark.encode() in _read(path / "environ") and b") Z " not in _read(path / "stat"):
-            found.append(f"{path.name}: {_read(path / 'cmdline').decode(errors='replace')}".replace("\0", " "))
-    return found
+    token = mark.encode()
+    folders = (path for path in Path("/proc").iterdir() if path.name.isdigit())
+    ours = (path for path in folders if token in _read(path / "environ") and b") Z " not in _read(path / "stat"))
+    return [f"{path.name}: {_read(path / 'cmdline').decode(errors='replace')}".replace("\0", " ") for path in ours]
 
 
 def _read(path: Path) -> bytes:
