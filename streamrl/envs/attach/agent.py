@@ -46,11 +46,11 @@ from streamrl.types import Lease
 
 log = logging.getLogger(__name__)
 
-OUTBOX_MESSAGES = 4_096
-"""That may wait for a process to read them; one that is so far behind is gone."""
-
 MAX_CALLS = 4_096
-"""Under way at once for one process (C4)."""
+"""Under way at once for one process (C4); so it plays no more episodes than that at once."""
+
+OUTBOX_MESSAGES = 4 * MAX_CALLS
+"""That may wait for a process to read them, several for each call; one that is so far behind is gone."""
 
 
 class AgentGone(StreamRLError):
@@ -123,7 +123,11 @@ class Agent:
         self.workers = hello.workers
         self.own_tasks = hello.own_tasks
         self.taken = 0
-        """Workers that play a lease or are about to."""
+        """Workers whose lease is played, or about to be, or whose group is being delivered."""
+        self.playing = 0
+        """Those of them whose lease would be lost with the process."""
+        self.lost_leases = 0
+        """Those that were, once it is gone."""
         self.draining = False
         """It takes no more leases."""
         self._socket = socket
@@ -133,6 +137,8 @@ class Agent:
         self._leases: dict[int, PlayedLease] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._outbox: asyncio.Queue[FromRollouter] = asyncio.Queue(OUTBOX_MESSAGES)
+        self._is_behind = False
+        """It was sent less than was posted."""
 
     @property
     def free(self) -> int:
@@ -140,6 +146,11 @@ class Agent:
         return 0 if self.draining or self._gone.done() else self.workers - self.taken
 
     # Leases -----------------------------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        """A worker is about to play a lease: ``run_group``, then ``release``."""
+        self.taken += 1
+        self.playing += 1
 
     async def run_group(self, lease: Lease) -> GroupResult:
         """As ``GroupRunner.run_group``, for a worker that was taken. Raises ``AgentGone``."""
@@ -161,6 +172,7 @@ class Agent:
             group.cancel()
             await asyncio.gather(group, return_exceptions=True)
             del self._leases[lease.id]
+            self.playing -= 1
             self.post(closed)
 
     def release(self) -> None:
@@ -178,6 +190,7 @@ class Agent:
     def leave(self, gone: AgentGone) -> None:
         """Whatever it plays is over; the first reason counts."""
         if not self._gone.done():
+            self.lost_leases = self.playing if gone.lost else 0
             self._gone.set_result(gone)
 
     # Conversation -----------------------------------------------------------------------------------------------------
@@ -187,6 +200,7 @@ class Agent:
         try:
             self._outbox.put_nowait(message)
         except asyncio.QueueFull:
+            self._is_behind = True
             self.leave(AgentGone(f"agent {self.name} did not read {OUTBOX_MESSAGES} messages"))
 
     async def listen(self) -> None:
@@ -215,7 +229,7 @@ class Agent:
                 log.error("for agent %s: %s", self.name, error)
                 message = Bye("refused", "the rollouter has an answer that JSON cannot say; its log has more")
                 await self._socket.send_str(encode(message))
-            if isinstance(message, Bye):
+            if isinstance(message, Bye) or self._is_behind:
                 await self._socket.close()
                 return
 
@@ -224,10 +238,11 @@ class Agent:
             case Call():
                 if message.id in self._calls or len(self._calls) >= MAX_CALLS:
                     raise WireError(f"call {message.id}: expected a new id and at most {MAX_CALLS} calls under way")
-                self._calls[message.id] = asyncio.create_task(self._call(message))
+                call = self._calls[message.id] = asyncio.create_task(self._call(message))
+                call.add_done_callback(lambda _: self._calls.pop(message.id))  # also where it never began
             case Cancel():
-                if (call := self._calls.get(message.id)) is not None:
-                    call.cancel()
+                if message.id in self._calls:
+                    self._calls[message.id].cancel()
             case Done() | Failed() | Finish() | Fork() | TurnReward():
                 if (seat := self._seat(message.lease, message.episode)) is not None:
                     if isinstance(message, Done) and self.own_tasks:
@@ -255,10 +270,7 @@ class Agent:
         return played.seats[episode]
 
     async def _call(self, call: Call) -> None:
-        try:
-            self.post(await self._sampled(call))
-        finally:
-            del self._calls[call.id]
+        self.post(await self._sampled(call))
 
     async def _sampled(self, call: Call) -> Answer | Refused:
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientWebSocketResponse, WSMsgType, WSServerHandshakeError
 
+from streamrl.envs.attach.agent import MAX_CALLS
 from streamrl.envs.attach.policy import Line, RemotePolicy, Seat
 from streamrl.envs.attach.protocol import (
     HEARTBEAT_S,
@@ -39,8 +40,8 @@ from streamrl.envs.split import Split
 from streamrl.envs.threads import EpisodeOver
 from streamrl.errors import ConfigError, EnvironmentFailed, StreamRLError, WireError
 
-OUTBOX_MESSAGES = 4_096
-"""That may wait for the rollouter to read them."""
+OUTBOX_MESSAGES = 4 * MAX_CALLS
+"""That may wait for the rollouter to read them; one that is so far behind is given up."""
 
 
 class ConnectionLost(StreamRLError):
@@ -85,6 +86,9 @@ class Attachment:
         self._outbox: asyncio.Queue[str] = asyncio.Queue(OUTBOX_MESSAGES)
         self._line = Line(self._post)
         self._leases: dict[int, Playing] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Episodes of closed leases that have not ended yet."""
+        self._writer: asyncio.Task[None] | None = None
         self._split: Split | None = None
         self._timeout_s = 0.0
 
@@ -118,15 +122,16 @@ class Attachment:
     async def _converse(self, socket: ClientWebSocketResponse) -> Bye:
         name = self._played.environment.name
         await socket.send_str(encode(Hello(PROTOCOL, name, self._workers, self._played.own_tasks)))
-        writer = asyncio.create_task(self._write(socket))
+        writer = self._writer = asyncio.create_task(self._write(socket))
         reader = asyncio.create_task(self._read(socket))
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            if writer.done() and not writer.cancelled():
-                writer.result()
+            if writer.cancelled():
+                raise ConnectionLost(f"{self._url} did not read {OUTBOX_MESSAGES} messages")
             return await reader
         finally:
-            running = [writer, reader, *(task for playing in self._leases.values() for task in playing.episodes)]
+            episodes = (task for playing in self._leases.values() for task in playing.episodes)
+            running = [writer, reader, *episodes, *self._ending]
             for task in running:
                 task.cancel()
             await asyncio.wait(running)
@@ -135,12 +140,21 @@ class Attachment:
                     task.exception()  # the first one was raised above
 
     def _post(self, message: FromProcess) -> None:
-        """Send after what was posted before. Raises ``WireError`` for what JSON cannot say."""
-        self._outbox.put_nowait(encode(message))
+        """Send after what was posted before. Raises ``WireError`` for what cannot be sent."""
+        text = encode(message)
+        try:
+            self._outbox.put_nowait(text)
+        except asyncio.QueueFull:
+            if self._writer is not None:
+                self._writer.cancel()  # which ends the conversation
 
     async def _write(self, socket: ClientWebSocketResponse) -> None:
         while True:
-            await socket.send_str(await self._outbox.get())
+            text = await self._outbox.get()
+            try:
+                await socket.send_str(text)
+            except (ClientError, ConnectionError):
+                return await asyncio.Event().wait()  # the reader sees its end as well, and what was said before it
 
     async def _read(self, socket: ClientWebSocketResponse) -> Bye:
         async for message in socket:
@@ -170,6 +184,8 @@ class Attachment:
         playing = self._leases.pop(closed.lease, None)
         if playing is not None:
             for episode in playing.episodes:
+                self._ending.add(episode)
+                episode.add_done_callback(self._ending.discard)
                 episode.cancel()
             if self._played.own_tasks and closed.rewards:
                 self._played.environment.played(playing.task, closed.rewards)
@@ -200,7 +216,11 @@ class Attachment:
         return Task(lease.task.prompt, lease.task.answer, lease.task.metadata, lease.task.index)
 
     async def _episode(self, task: Task, seat: Seat) -> None:
-        self._post(await self._outcome(task, seat))
+        outcome = await self._outcome(task, seat)
+        try:
+            self._post(outcome)
+        except WireError as error:
+            self._post(seat.failed(f"what became of the episode cannot be sent: {error}"))
 
     async def _outcome(self, task: Task, seat: Seat) -> Done | Failed:
         """What became of one episode. Raises only ``CancelledError``, when it is cancelled itself."""

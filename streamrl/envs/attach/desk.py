@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
-from streamrl.envs.attach.agent import Agent, own_environment, play_elsewhere
+from streamrl.envs.attach.agent import MAX_CALLS, Agent, own_environment, play_elsewhere
 from streamrl.envs.attach.protocol import (
     HEARTBEAT_S,
     MESSAGE_BYTES,
@@ -71,7 +71,7 @@ class AttachDesk:
         agent = max(self._agents, key=lambda each: each.free, default=None)
         if agent is None or not agent.free:
             return None
-        agent.taken += 1
+        agent.take()
         return agent
 
     async def close(self, ended: bool) -> None:
@@ -93,8 +93,7 @@ class AttachDesk:
         try:
             hello = await self._hello(socket)
             sender = f"{hello.agent} at {request.remote}"
-            if len(self._agents) >= MAX_AGENTS:
-                raise WireError(f"{MAX_AGENTS} processes are attached to this rollouter already")
+            self._check_room(hello)
         except WireError as error:
             self._emit("malformed_frame", {"sender": sender, "error": str(error)})
             await socket.send_str(encode(Bye("refused", f"{error}"[:1_000])))
@@ -122,8 +121,7 @@ class AttachDesk:
             await asyncio.wait({writer})
             self._agents.remove(agent)
             self._left.set()
-            playing = agent.taken
-            self._emit("agent_lost" if playing else "agent_detached", fields | {"leases": playing})
+            self._emit("agent_lost" if agent.lost_leases else "agent_detached", fields | {"leases": agent.lost_leases})
             self.changed()
 
     async def _hello(self, socket: web.WebSocketResponse) -> Hello:
@@ -140,6 +138,14 @@ class AttachDesk:
         if hello.protocol != PROTOCOL:
             raise WireError(f"protocol {hello.protocol} is not spoken here; this run speaks {PROTOCOL}")
         return hello
+
+    def _check_room(self, hello: Hello) -> None:
+        most = max(1, MAX_CALLS // self._welcome.group_size)
+        if hello.workers > most:
+            size = self._welcome.group_size
+            raise WireError(f"at most {most} workers of {size} episodes each per rollouter, got {hello.workers}")
+        if len(self._agents) >= MAX_AGENTS:
+            raise WireError(f"{MAX_AGENTS} processes are attached to this rollouter already")
 
     def _played(self, hello: Hello) -> Split:
         """What the process plays: the run's tasks, or its own, which it splits itself."""
