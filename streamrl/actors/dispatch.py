@@ -116,8 +116,10 @@ class Dispatch:
 
     async def _group(self, lease: Lease, runner: Runner) -> None:
         try:
-            async with asyncio.timeout(lease.deadline_s):
+            async with asyncio.timeout(lease.deadline_s) as deadline:
                 result = await runner.run_group(lease)
         except TimeoutError:
+            if not deadline.expired():
+                raise  # of the engine
             return  # the buffer counts the expired lease and issues its prompt again
         await self._deliver(lease, result)

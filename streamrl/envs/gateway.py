@@ -106,7 +106,7 @@ def run_token(run_dir: Path) -> str:
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "token"
     if not path.exists():
-        aside = folder / f"token.{os.getpid()}"
+        aside = folder / f"token.{secrets.token_hex(8)}"  # rollouters on other machines may have this one's pid
         _write_private(aside, secrets.token_urlsafe(32))
         with contextlib.suppress(FileExistsError):  # another rollouter was faster
             path.hardlink_to(aside)

@@ -87,11 +87,12 @@ class Mixture:
         return self._task(index, {label: part.weight for label, part in self._parts.items()}, training=False)
 
     def training_task(self, index: int) -> Task:
-        """As ``task``, with the weights of the curriculum."""
-        if self._curriculum is None:
-            return self.task(index)
+        """As ``task``, with the weights of the curriculum, and the part's own training task."""
         stats = {label: part.stats() for label, part in self._parts.items()}
-        return self._task(index, _checked(self._curriculum(stats), stats), training=True)
+        weights = {label: part.weight for label, part in self._parts.items()}
+        if self._curriculum is not None:
+            weights = _checked(self._curriculum(stats), stats)
+        return self._task(index, weights, training=True)
 
     async def episode(self, task: Task, policy: Policy) -> float | Reward:
         part, own = self._own(task)

@@ -13,6 +13,8 @@ import msgspec
 from aiohttp import WSMsgType, web
 
 from streamrl.envs.attach.protocol import (
+    MAX_CALLS,
+    OUTBOX_MESSAGES,
     Answer,
     Bye,
     Call,
@@ -45,12 +47,6 @@ from streamrl.errors import EnvironmentFailed, StreamRLError, WireError
 from streamrl.types import Lease
 
 log = logging.getLogger(__name__)
-
-MAX_CALLS = 4_096
-"""Under way at once for one process (C4); so it plays no more episodes than that at once."""
-
-OUTBOX_MESSAGES = 4 * MAX_CALLS
-"""That may wait for a process to read them, several for each call; one that is so far behind is gone."""
 
 
 class AgentGone(StreamRLError):
@@ -227,7 +223,7 @@ class Agent:
                 return  # the reader sees its end as well
             except WireError as error:
                 log.error("for agent %s: %s", self.name, error)
-                message = Bye("refused", "the rollouter has an answer that JSON cannot say; its log has more")
+                message = Bye("refused", "the rollouter has an answer that cannot be sent; its log has more")
                 await self._socket.send_str(encode(message))
             if isinstance(message, Bye) or self._is_behind:
                 await self._socket.close()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientWebSocketResponse, WSMsgType, WSServerHandshakeError
 
-from streamrl.envs.attach.agent import MAX_CALLS
 from streamrl.envs.attach.policy import Line, RemotePolicy, Seat
 from streamrl.envs.attach.protocol import (
     HEARTBEAT_S,
     MESSAGE_BYTES,
+    OUTBOX_MESSAGES,
     PATH,
     PROTOCOL,
     Answer,
@@ -39,9 +39,6 @@ from streamrl.envs.returned import checked_reward
 from streamrl.envs.split import Split
 from streamrl.envs.threads import EpisodeOver
 from streamrl.errors import ConfigError, EnvironmentFailed, StreamRLError, WireError
-
-OUTBOX_MESSAGES = 4 * MAX_CALLS
-"""That may wait for the rollouter to read them; one that is so far behind is given up."""
 
 
 class ConnectionLost(StreamRLError):
@@ -153,8 +150,8 @@ class Attachment:
             text = await self._outbox.get()
             try:
                 await socket.send_str(text)
-            except (ClientError, ConnectionError):
-                return await asyncio.Event().wait()  # the reader sees its end as well, and what was said before it
+            except ConnectionError:
+                return  # the reader sees its end as well, and what was said before it
 
     async def _read(self, socket: ClientWebSocketResponse) -> Bye:
         async for message in socket:

@@ -11,9 +11,10 @@ from typing import Any
 
 from aiohttp import WSMsgType, web
 
-from streamrl.envs.attach.agent import MAX_CALLS, Agent, own_environment, play_elsewhere
+from streamrl.envs.attach.agent import Agent, own_environment, play_elsewhere
 from streamrl.envs.attach.protocol import (
     HEARTBEAT_S,
+    MAX_CALLS,
     MESSAGE_BYTES,
     PROTOCOL,
     Bye,

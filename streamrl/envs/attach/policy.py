@@ -105,7 +105,8 @@ class RemotePolicy:
     def __init__(self, seat: Seat, branch: int = 0) -> None:
         self._seat = seat
         self._branch = branch
-        self._sampled = False
+        self._may_have_sampled = False
+        """Here, or by a client that was given the key."""
 
     async def complete(
         self, prompt: str | Sequence[int], max_tokens: int | None = None, stop: str | Iterable[str] | None = None
@@ -113,7 +114,7 @@ class RemotePolicy:
         """As ``Session.complete``."""
         text = prompt if isinstance(prompt, str) else [int(each) for each in prompt]
         result = await self._call("complete", _given(text, max_tokens, stop, "prompt"))
-        self._sampled = True
+        self._may_have_sampled = True
         return msgspec.convert(result, Completion)
 
     async def chat(
@@ -126,7 +127,7 @@ class RemotePolicy:
         """As ``Session.chat``."""
         args = _given(messages, max_tokens, stop, "messages") | call_args({"tools": tools})
         result = await self._call("chat", args)
-        self._sampled = True
+        self._may_have_sampled = True
         return msgspec.convert(result, ChatTurn)
 
     async def clip(self, text: str, tokens: int) -> str:
@@ -146,7 +147,7 @@ class RemotePolicy:
         """As ``Session.reward``."""
         if not isinstance(value, Real) or not math.isfinite(value):
             raise ValueError(f"policy.reward: expected a finite number, got {value!r:.80}")
-        if not self._sampled:
+        if not self._may_have_sampled:
             raise ValueError("policy.reward: no turn was sampled yet in this branch, so there is none to reward")
         self._seat.line.post(TurnReward(self._seat.lease, self._seat.episode, float(value), self._branch))
 
@@ -169,6 +170,7 @@ class RemotePolicy:
     def api_key(self) -> str:
         """The key of this session for such a client; it is good until the episode ends."""
         self._refuse_branch()
+        self._may_have_sampled = True
         return self._seat.api_key
 
     def _refuse_branch(self) -> None:

@@ -38,6 +38,12 @@ MESSAGE_BYTES = 16 << 20
 HEARTBEAT_S = 20.0
 """Seconds between pings; a side that does not answer one for half of that is gone."""
 
+MAX_CALLS = 4_096
+"""Under way at once for one process (C4); so it plays no more episodes than that at once."""
+
+OUTBOX_MESSAGES = 4 * MAX_CALLS
+"""That may wait for the other side to read them, several for each call; one that is so far behind is given up."""
+
 MAX_WORKERS = 4_096
 MAX_EPISODES = 1 << 20
 
@@ -237,11 +243,16 @@ _FROM_ROLLOUTER = msgspec.json.Decoder(FromRollouter)
 
 
 def encode(message: Struct) -> str:
-    """As JSON. Raises ``WireError`` for what JSON cannot say, such as an object in the metadata of a task."""
+    """As JSON. Raises ``WireError`` for what JSON cannot say, such as an object in the metadata of a task, and for what
+    is larger than a message may be."""
+    kind = type(message).__name__.lower()
     try:
-        return msgspec.json.encode(message).decode()
+        text = msgspec.json.encode(message)
     except (TypeError, msgspec.MsgspecError, UnicodeEncodeError) as error:
-        raise WireError(f"message {type(message).__name__.lower()}: {error}") from error
+        raise WireError(f"message {kind}: {error}") from error
+    if len(text) > MESSAGE_BYTES:
+        raise WireError(f"message {kind}: expected at most {MESSAGE_BYTES} bytes, got {len(text)}")
+    return text.decode()
 
 
 def decode_from_process(text: str | bytes) -> FromProcess:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import sysconfig
 import threading
@@ -33,15 +34,15 @@ class LoopWatch:
         self.place = ""
         """``file:line`` of the user's last line in it."""
         self._files = files
-        self._beat = time.monotonic()
+        self._beat = math.inf
         self._ended = threading.Event()
         self._loop_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
 
     async def __aenter__(self) -> LoopWatch:
         self._loop = asyncio.get_running_loop()
-        self._sign()
         self._thread.start()
+        self._sign()
         return self
 
     async def __aexit__(self, kind: object, error: object, frames: TracebackType | None) -> None:

@@ -132,7 +132,7 @@ def _results(output: bytes, token: str) -> dict[int, tuple[bool, Any]]:
         try:
             place, ok, value = json.loads(reply)
             results[int(place)] = (ok is True, value)
-        except (ValueError, TypeError, RecursionError):  # the answer got hold of the token, and of nothing else
+        except (ValueError, TypeError, OverflowError, RecursionError):  # the answer got hold of the token, and of nothing else
             continue
     return results
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from streamrl.envs.environment import Reward, Task
 from streamrl.envs.loading import load_function, nearest
 from streamrl.envs.rewards.protocol import Answer, RewardFn
+from streamrl.envs.tools.workers import on_thread
 from streamrl.errors import ConfigError
 
 BUILT_IN = {
@@ -82,7 +82,7 @@ def _built(target: Callable[..., Any], name: str, options: dict[str, Any], where
 
 
 class FunctionReward:
-    """A function of the user's, ``def score(task, answer, **options)``; a plain one runs in a thread."""
+    """A function of the user's, ``def score(task, answer, **options)``; a plain one runs on a thread, which may hang."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
         try:
@@ -96,7 +96,7 @@ class FunctionReward:
         if self._is_async:
             returned: float | Reward = await self._function(task, answer)
             return returned
-        return await asyncio.to_thread(self._function, task, answer)
+        return await on_thread(self._function, task, answer)
 
     async def close(self) -> None:
         """Nothing is held."""

@@ -59,7 +59,7 @@ class MixtureReward:
         """The part's reward; why there is none, where it may be missing."""
         try:
             return checked_reward(await part.reward(task, answer))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a SystemExit would leave the event loop
             reason = f"reward {part.name!r}: {error if isinstance(error, EnvironmentFailed) else one_line(error)}"
             if part.optional:
                 return reason

@@ -149,7 +149,7 @@ class Toolbox:
             if task is not None and task.cancelling():
                 raise
             raise ToolError(f"{call.name} awaited something that was cancelled") from None
-        except Exception as error:  # a tool may raise anything; the model reads what
+        except (Exception, SystemExit) as error:  # a tool may raise anything; the model reads what
             if isinstance(error, TimeoutError) and limit.expired():
                 raise ToolError(f"{call.name} took longer than {self._timeout_s:g} s") from error
             message = " ".join(str(error).split())
