@@ -173,6 +173,7 @@ class Attaching:
         self._attempts: Counter[str] = Counter()
         """To connect to each since then."""
         self._patience_s = PATIENCE_S
+        self._was_attached = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -233,6 +234,7 @@ class Attaching:
         self._seen[name] = time.monotonic()
         self._attempts[name] = 0
         self._patience_s = welcome.restart_s
+        self._was_attached = True
         say(f"attached to {welcome.rollouter} of run {welcome.run}: {self._shares[name]} workers, "
             f"{welcome.group_size} episodes a lease")  # fmt: skip
         if self._leaving.is_set():
@@ -246,7 +248,10 @@ class Attaching:
         self._refuse_gone(str(lost))
         away = time.monotonic() - self._seen[name]
         if away > self._patience_s and not self._run.lives():
-            raise StreamRLError(f"the run is gone: no answer for {away:.0f} s; {lost}")
+            what = "the run is gone" if self._was_attached else "nothing to attach to, is the address right"
+            raise StreamRLError(f"{what}: no answer for {away:.0f} s; {lost}")
+        if self._attempts[name] == 1:
+            say(f"{lost}; trying again")
         return False
 
     def _refuse_gone(self, said: str) -> None:
@@ -325,9 +330,14 @@ def _shares(workers: int, rollouters: int) -> list[int]:
 
 
 def _described(shares: Mapping[str, int], rollouters: int) -> str:
-    text = f"{sum(shares.values())} workers for {len(shares)} rollouters"
+    workers = sum(shares.values())
+    text = f"{_counted(workers, 'worker')} for {_counted(len(shares), 'rollouter')}"
     left_out = rollouters - len(shares)
     return f"{text}; {left_out} more get none, raise --workers to serve them" if left_out else text
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def say(line: str) -> None:

@@ -19,7 +19,7 @@ from streamrl.actors.engine_loading import load_engine
 from streamrl.envs.check import episodes, tasks
 from streamrl.envs.check.findings import Finding, Level, problem, warning
 from streamrl.envs.check.stalls import LoopWatch
-from streamrl.envs.check.view import show_findings, show_trajectory
+from streamrl.envs.check.view import counted, show_findings, show_trajectory
 from streamrl.envs.environment import Environment, Task
 from streamrl.envs.gateway import Gateway
 from streamrl.envs.loading import import_module_of
@@ -49,7 +49,7 @@ def check(environment: Environment, config: Config, groups: int, console: Consol
     show_findings(findings, console)
     levels = [each.level for each in findings]
     wrong, doubtful = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
-    console.print(f"\n{config.env.name}: {wrong} problems, {doubtful} warnings")
+    console.print(f"\n{config.env.name}: {counted(wrong, 'problem')}, {counted(doubtful, 'warning')}")
     return 1 if wrong else 0
 
 

@@ -7,9 +7,8 @@ from openai import AsyncOpenAI
 from examples.sdk_agent.agent import handle
 from streamrl.envs import Task
 
-TEAMS = {"billing": ("refund", "invoice", "price"), "support": ("crash", "error", "login"), "sales": ("demo", "offer")}
+TEAMS = {"billing": ("refund", "invoice"), "support": ("crash", "login"), "sales": ("demo", "offer")}
 SUBJECTS = [(word, team) for team, words in TEAMS.items() for word in words]
-MOODS = [("please", "no"), ("thanks", "no"), ("now!", "yes"), ("today!", "yes")]
 
 
 class Tickets:
@@ -19,13 +18,14 @@ class Tickets:
     def task(self, index):
         draw = random.Random(index)
         word, team = draw.choice(SUBJECTS)
-        mood, urgent = draw.choice(MOODS)
+        mood, urgent = draw.choice([("please", "no"), ("now!", "yes")])
         ticket = f"{word} {draw.randint(100, 999)} {mood}"
-        messages = [  # the form of the answers, not the right ones
+        done = team if draw.random() < 0.3 else "desk"  # people passed most tickets on to the front desk
+        messages = [
             {"role": "user", "content": ticket},
-            {"role": "assistant", "content": draw.choice(list(TEAMS))},
+            {"role": "assistant", "content": done},
             {"role": "user", "content": "urgent?"},
-            {"role": "assistant", "content": draw.choice(["yes", "no"])},
+            {"role": "assistant", "content": urgent},
         ]
         return Task(ticket, metadata={"team": team, "urgent": urgent}, demonstration=messages)
 

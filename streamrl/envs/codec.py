@@ -8,11 +8,10 @@ from operator import index
 from typing import Any, Protocol
 
 from streamrl.envs.chat.template import ChatTemplate
+from streamrl.envs.memory import remembering
 from streamrl.envs.stops import stop_strings
 
-_CACHED_PROMPTS = 256
-"""Texts whose encoding is remembered: the trajectories of a group share their prompt, all share the hints."""
-
+_CACHED_STOPS = 256
 _CACHED_ANSWERS = 4_096
 _SHORT = 16
 """Answers of at most so many tokens are remembered when decoded; longer ones hardly ever come twice."""
@@ -39,9 +38,9 @@ class Codec:
         self._tool_format = tool_format
         end = tokenizer.eos_token_id
         self.end_tokens: tuple[int, ...] = () if end is None else (end,)
-        self.encode = lru_cache(_CACHED_PROMPTS)(self._encode)
+        self.encode = remembering(self._encode)
         self._decode_short = lru_cache(_CACHED_ANSWERS)(self._decode)
-        self._checked_stop = lru_cache(_CACHED_PROMPTS)(self._check_stop)
+        self._checked_stop = lru_cache(_CACHED_STOPS)(self._check_stop)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -151,8 +151,8 @@ class Environment:
         return self._made(self.hooks.training_task or self.make_task, index)
 
     def name_of(self, task: Task) -> str:
-        """The name in the metrics for ``task``."""
-        return self.name if self.hooks.env_of is None else self.hooks.env_of(task)
+        """The name in the metrics for ``task``. Raises ``ConfigError`` where the environment gives none that can be."""
+        return self.name if self.hooks.env_of is None else short_name(self.hooks.env_of(task), f"{self.name}: env_of")
 
     def played(self, task: Task, rewards: Sequence[float]) -> None:
         """Tell the environment what the episodes of a training task were worth."""
@@ -227,7 +227,7 @@ def _from_function(function: Any, name: str, options: Mapping[str, Any], where: 
     _check_options(parameters[2:], options, f"function {name}", where)
     _check_call(function, (None, None), options, f"{name}(task, policy)", where)
 
-    return Environment(_short_name(name, where), _episode(function, name, options, where))
+    return Environment(short_name(name, where), _episode(function, name, options, where))
 
 
 def _from_class(cls: type, options: Mapping[str, Any], where: str) -> Environment:
@@ -253,7 +253,7 @@ def _from_class(cls: type, options: Mapping[str, Any], where: str) -> Environmen
         _check_call(make_task, (0,), {}, f"{cls.__name__}.task(self, index)", where)
     name = getattr(instance, "name", cls.__name__.lower())
     hooks = Hooks.of(instance, where) if hasattr(instance, "episode") else Hooks()
-    return Environment(_short_name(name, where), episode, make_task, _size(instance, cls, where), hooks)
+    return Environment(short_name(name, where), episode, make_task, _size(instance, cls, where), hooks)
 
 
 def _size(instance: Any, cls: type, where: str) -> int | None:
@@ -265,10 +265,12 @@ def _size(instance: Any, cls: type, where: str) -> int | None:
     return size
 
 
-def _short_name(name: object, where: str) -> str:
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+def short_name(name: object, where: str) -> str:
+    """``name`` where it may stand in metric names; else raises ``ConfigError``."""
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
         raise ConfigError(
-            f"{where}: name {name!r} must be letters, digits, '_', '-' or '.', as it stands in metric names"
+            f"{where}: name {name!r:.80} must be letters, digits, '_', '-' or '.', as it stands in metric names, "
+            "64 of them at most"
         )
     return name
 

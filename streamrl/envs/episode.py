@@ -95,6 +95,8 @@ class Episode:
         self.closed = False
         self.engine_error: BaseException | None = None
         """What the engine raised; it is not the environment's fault, whatever user code made of it."""
+        self._full = ""
+        """What was said of the last turn that had no room."""
         self.matched: Counter[str] = Counter()
         """Requests with a history of their own, by how it was matched (``chat.alignment.Kind``)."""
         self._engine = engine
@@ -141,6 +143,10 @@ class Episode:
         if keep is not None:
             transcript.realign(keep, ())
         return transcript.append(context, generation)
+
+    def ended_full(self, error: BaseException) -> bool:
+        """Whether ``error`` ended the episode for want of room: ours, or what a client of the endpoint made of it."""
+        return is_context_full(error) or bool(self._full and self._full in str(error))
 
     def serve(self, session: Any) -> tuple[str, str]:
         """Base URL and key of ``session`` for clients that speak HTTP, until the episode ends."""
@@ -202,9 +208,8 @@ class Episode:
         room = limits.max_length - len(prompt_ids)
         if room < 1:
             transcript.overflowed = True
-            raise ContextFull(
-                f"{len(prompt_ids)} tokens leave no room to sample in model.max_length={limits.max_length}"
-            )
+            self._full = f"{len(prompt_ids)} tokens leave no room to sample in model.max_length={limits.max_length}"
+            raise ContextFull(self._full)
         stop_tokens, stop_strings = self.codec.stops(stop)
         params = SamplingParams(
             temperature=limits.temperature,
@@ -256,9 +261,13 @@ class Branch:
         keep: int | None = None,
     ) -> Turn:
         """Sample on one of this line's transcripts (``Episode.sample``)."""
-        if self.own_reward is not None:
-            raise RuntimeError("policy: this branch was finished; sample before policy.finish")
-        turn = await self.episode.sample(transcript, context, max_tokens, stop, keep)
+        try:
+            if self.own_reward is not None:
+                raise RuntimeError("policy: this branch was finished; sample before policy.finish")
+            turn = await self.episode.sample(transcript, context, max_tokens, stop, keep)
+        finally:
+            if not transcript.turns and transcript is not self.transcripts[0]:  # an agent may try again for ever
+                self.transcripts = [each for each in self.transcripts if each is not transcript]
         self.current, self._last = transcript, turn
         return turn
 

@@ -92,6 +92,8 @@ def stack_of(thread: int | None) -> tuple[str, str]:
 def one_line(error: BaseException) -> str:
     """``ValueError: bad digit (my_env.py:12)``: type, message without newlines, the user's last line."""
     message = " ".join(str(error).split())
+    if isinstance(error, AttributeError | TypeError) and "'coroutine' object" in message:
+        message += "; is an `await` missing?"
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return text + place(error)
 

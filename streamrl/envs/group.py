@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from streamrl.envs.closing import ClosingPolicy, Played, Straggler
 from streamrl.envs.codec import Codec, Tokenizer
 from streamrl.envs.environment import Reward, Task
-from streamrl.envs.episode import Episode, Host, Limits, is_context_full
+from streamrl.envs.episode import Episode, Host, Limits
 from streamrl.envs.failure import Failure, failure_of, timed_out, traceback_of
 from streamrl.envs.guard import Expired, bounded, left_behind
 from streamrl.envs.returned import checked_reward
@@ -169,7 +169,7 @@ class GroupRunner:
         except Expired as error:
             return timed_out(error.__cause__, self._timeout_s)
         except (Exception, SystemExit, EpisodeOver) as error:  # noqa: BLE001 user code may raise anything
-            if is_context_full(error) and episode.sampled:
+            if episode.sampled and episode.ended_full(error):
                 return Played(episode.trajectories(Reward(0.0), member))  # it talked until there was no room
             return failure_of(error)
 

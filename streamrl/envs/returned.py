@@ -34,7 +34,7 @@ def checked_reward(returned: object) -> Reward:
     """What an episode returned, a number or a ``Reward``: floats, ndarray columns, and a copy of the metadata."""
     reward = returned if isinstance(returned, Reward) else Reward(returned)  # type: ignore[arg-type]
     if not _is_finite(reward.value):
-        raise EnvironmentFailed(f"the reward must be a finite number or a Reward, got {returned!r:.80}")
+        raise EnvironmentFailed(f"the reward must be a finite number or a Reward, got {_named(reward.value)}")
     for name, value in _mapping(reward.metrics, "metrics").items():
         if not _is_finite(value):
             raise EnvironmentFailed(f"metric {name!r} must be a finite number, got {value!r:.80}")
@@ -48,6 +48,12 @@ def checked_reward(returned: object) -> Reward:
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
+
+
+def _named(value: object) -> str:
+    """A plain value as it is; of any other object its type, which is the same in all episodes."""
+    kind = type(value)
+    return f"{value!r:.80}" if kind.__module__ == "builtins" else f"an object of class {kind.__qualname__}"
 
 
 def _mapping(value: object, name: str) -> Mapping[Any, Any]:

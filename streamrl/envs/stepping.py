@@ -38,10 +38,15 @@ class SteppedEpisode:
                 await _direct(getattr(environment, "close", _nothing))
             return 0.0
         async with UserThread() as thread:
-            environment = await thread.call(self._build)
-            thread.at_end(getattr(environment, "close", _nothing))
+            environment = await thread.call(self._built, thread)
             await self._play(thread.call, environment, task, policy)
         return 0.0
+
+    def _built(self, thread: UserThread) -> Any:
+        """An instance that ``thread`` closes in the end, also where nobody waits for it any more."""
+        environment = self._build()
+        thread.at_end(getattr(environment, "close", _nothing))
+        return environment
 
     async def _play(self, call: Call, environment: Any, task: Task, policy: Any) -> None:
         observation = await call(environment.reset, task)

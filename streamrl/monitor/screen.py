@@ -75,8 +75,13 @@ def answers_table(evaluations: list[messages.Evaluated], rows: int = 6) -> Table
     for (prompt, before, before_reward), (_, after, after_reward) in zip(
         first.answers[:rows], last.answers[:rows], strict=True
     ):
-        table.add_row(Text(prompt), Text(before), _mark(before_reward), Text(after), _mark(after_reward))
+        table.add_row(_cell(prompt), _cell(before), _mark(before_reward), _cell(after), _mark(after_reward))
     return table
+
+
+def _cell(text: str) -> Text:
+    """Newlines as ``⏎``: an untrained policy writes many."""
+    return Text(text.replace("\n", "⏎"))
 
 
 def _mark(reward: float) -> Text:
@@ -101,7 +106,8 @@ def _line_text(tally: Tally, membership: Membership, config: Config) -> str:
     if tally.progress is not None:
         return f"{tally.progress.text}: {tally.progress.done}/{tally.progress.total}"
     if not line:
-        return f"starting: {len(membership.live())} actors"
+        live = len(membership.live())
+        return f"starting: {live} actor{'' if live == 1 else 's'}"
     accuracy = f"{tally.evaluations[-1].accuracy:.3f}" if tally.evaluations else "-"
     return (
         f"step {line['step']:.0f}/{config.steps}  reward {line['reward/mean']:.3f}  accuracy {accuracy}  "

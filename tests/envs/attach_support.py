@@ -23,7 +23,7 @@ from streamrl.envs.group import GroupResult, GroupRunner
 from streamrl.envs.split import Split
 from streamrl.schema import Config
 
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -181,6 +181,14 @@ def test_closing_a_mixture_closes_its_parts(user_code: Any) -> None:
     assert user_code.CLOSED == ["a", "b"]
 
 
+def test_the_curriculum_of_a_mixture_within_a_mixture_is_asked_for_training_tasks() -> None:
+    inner = {"parts": [part("a"), part("b")], "curriculum": "letters_env:only_b"}
+    outer = mixture({"name": "streamrl.envs.adapters.mixture:Mixture", "args": inner, "label": "inner"})
+    trained = {outer.training_task(index).metadata["metadata"]["part"] for index in range(50)}
+    held_out = {outer.task(index).metadata["metadata"]["part"] for index in range(50)}
+    assert (trained, held_out) == ({"b"}, {"a", "b"})
+
+
 def test_statistics_are_means_over_the_last_groups() -> None:
     own = Mixture([part("a"), part("b", 3.0)])
     task = next(task for task in map(own.task, range(50)) if own.env_of(task) == "a")
@@ -211,6 +219,7 @@ def test_weights_that_cannot_be_used_fail_the_group_with_a_reason(curriculum: st
         ([], r"env\.args\.parts: expected a list"),
         (["a"], r"env\.args\.parts\[0\]: expected \{name"),
         ([part("a"), part("a")], r"env\.args\.parts\[1\]: a second part is called 'a'; give each a label"),
+        ([{**part("a"), "label": "a b"}], r"env\.args\.parts\[0\]\.label: name 'a b' must be letters"),
         ([part("a", 0.0)], r"env\.args\.parts\[0\]\.weight=0\.0: expected a number above 0"),
         ([part("a", float("nan"))], r"env\.args\.parts\[0\]\.weight=nan"),
         ([{**part("a"), "wieght": 2}], r"env\.args\.parts\[0\]: env\.args\.wieght: a part has no .* 'weight'\?"),

@@ -241,8 +241,8 @@ async def endless(kind: str, data: dict[str, Any]) -> Any:
         (refused, "ws", "reset was refused: no such door (EXECUTION_ERROR)"),
         (full, "ws", "reset was refused: busy; start the server with more max_concurrent_envs, or lower"),
         (hangs_up, "ws", "reset: the server closed the session (close code 1000)"),
-        (silent, "ws", "reset: no answer within env.args.timeout_s=0.05"),
-        (silent, "http", "reset: no answer within env.args.timeout_s=0.05"),
+        (silent, "ws", "reset: no answer within env.args.timeout_s=1"),
+        (silent, "http", "reset: no answer within env.args.timeout_s=1"),
         (unrewarded, "ws", "no reward in 1 steps; the server must give one"),
         (text_reward, "http", "reset: expected a finite number or null as reward, got 1"),
         (bare, "http", "reset: expected an `observation` with fields, got {'text': 'x'}"),
@@ -254,7 +254,7 @@ async def endless(kind: str, data: dict[str, Any]) -> Any:
 def test_a_server_that_fails_fails_the_episode_with_its_url_and_the_reason(
     answer: Answer, transport: str, reason: str
 ) -> None:
-    options = {"timeout_s": 0.05} if answer is silent else {}
+    options = {"timeout_s": 1} if answer is silent else {}
     message = failure(answer, transport=transport, **options)
     assert message.startswith("http://127.0.0.1:")
     assert reason in message

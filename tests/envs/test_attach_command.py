@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl import attaching
 from streamrl.attaching import Address, Report, RunFolder, _shares
 from streamrl.cli import main
 from streamrl.config import to_yaml
@@ -57,6 +58,20 @@ def test_what_cannot_be_attached_is_refused_in_one_line(
     monkeypatch.delenv("STREAMRL_TOKEN", raising=False)
     assert exit_code(*arguments) == 2
     assert capsys.readouterr().err == f"streamrl: {line}\n"
+
+
+def test_an_address_where_nothing_answers_is_said_at_once_and_then_given_up(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaching, "PATIENCE_S", 0.1)  # the second try is later than that
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen: nobody else can get the port meanwhile
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert exit_code("--url", url, "--token", "t", "--agent", "streamrl.envs.guess:Guess", "--workers", "1") == 1
+    output = capsys.readouterr()
+    assert f"playing guess on its own tasks: 1 worker for 1 rollouter\n{url}: Cannot connect" in output.out
+    assert "; trying again\n" in output.out
+    assert output.err.startswith("streamrl: nothing to attach to, is the address right: no answer for ")
 
 
 def test_a_run_that_has_ended_is_no_mistake_of_the_arguments(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,10 @@ from attach_support import Server, Stage, on_stage, until
 from scripted import ScriptedEngine, generation, ids, lease, says, settings
 
 from streamrl.envs.attach.agent import AgentGone
+from streamrl.envs.attach.client import ConnectionLost
+from streamrl.envs.attach.protocol import Cancel, Refused
 from streamrl.envs.split import Split
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, EnvironmentFailed
 from streamrl.policy.tokenizer import character_tokenizer
 from streamrl.schema import Config
 from streamrl.types import Generation, Group, SamplingParams
@@ -76,13 +78,58 @@ async def wrong_arguments(task, policy):
         await policy.complete("2=")
         return Reward(1.0, metadata={"error": str(error)})
 
+asked = asyncio.Event()
+
 async def gives_up_a_call(task, policy):
     call = asyncio.ensure_future(policy.complete("1="))
-    await asyncio.sleep(0.05)
+    await asked.wait()
     call.cancel()
     await asyncio.wait([call])
     await policy.complete("2=")
     return 1.0
+
+async def gives_up_at_once(task, policy):
+    for _ in range(3):
+        call = asyncio.ensure_future(policy.complete("1="))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+    await policy.complete("2=")
+    return 1.0
+
+async def says_what_json_cannot(task, policy):
+    await policy.complete("1=")
+    raise RuntimeError("\\udcff is no character")
+
+async def returns_too_much(task, policy):
+    await policy.complete("1=")
+    return Reward(1.0, columns={"large": np.zeros(1 << 24, np.uint8)})
+
+async def samples_by_http(task, policy):
+    from aiohttp import ClientSession
+    async with ClientSession(headers={"x-api-key": policy.api_key}) as http:
+        async with http.post(policy.base_url + "/completions", json={"model": "policy", "prompt": "1="}) as answer:
+            assert answer.status == 200, await answer.text()
+    policy.reward(0.25)
+    return 1.0
+
+class Misnamed(Sums):
+    def env_of(self, task):
+        return "not a name"
+
+class PlayedRaises(Sums):
+    def played(self, task, rewards):
+        raise KeyError("history")
+
+released = []
+
+async def cleans_up(task, policy):
+    try:
+        await policy.complete("1=")
+    finally:
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        released.append(task.index)
 
 async def never_returns(task, policy):
     await policy.complete("1=")
@@ -210,16 +257,20 @@ def test_a_failed_episode_fails_alone_and_names_the_line_of_the_attached_code(tm
     on_stage(tmp_path, config_of("raises_on_two"), lambda: says("1$", "2$", "3$"), scene)
 
 
-def test_an_episode_whose_process_hangs_times_out_and_frees_its_worker(tmp_path: Path) -> None:
+def test_an_episode_whose_process_hangs_times_out_and_frees_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.envs.attach.client._ahead", lambda timeout_s: timeout_s - 1.0)
+
     async def scene(stage: Stage) -> None:
         stage.attach("attached_episodes:never_returns")
         result = await stage.server.play()
         assert result.group is None
         line = 1 + EPISODES.splitlines().index("    await asyncio.Event().wait()")
-        assert result.failures[0].reason == f"timed out after env.timeout_s=0.5 (attached_episodes.py:{line})"
+        assert result.failures[0].reason == f"timed out after env.timeout_s=60 (attached_episodes.py:{line})"
         assert stage.server.desk.free == 1
 
-    on_stage(tmp_path, config_of("never_returns", timeout_s=0.5), lambda: says("1$"), scene)
+    on_stage(tmp_path, config_of("never_returns", timeout_s=60), lambda: says("1$"), scene)
 
 
 def test_what_a_session_refuses_is_raised_in_the_process(tmp_path: Path) -> None:
@@ -240,6 +291,8 @@ def test_a_call_that_is_cancelled_in_the_process_ends_its_sampling(tmp_path: Pat
     async def scene(stage: Stage) -> None:
         stage.attach("attached_episodes:gives_up_a_call")
         playing = asyncio.create_task(stage.server.play(size=2))
+        await until(lambda: len(engine.requests) == 2)
+        __import__("attached_episodes").asked.set()
         await until(lambda: engine.cancelled == 2)
         engine.hold.set()
         result = await playing
@@ -247,6 +300,73 @@ def test_a_call_that_is_cancelled_in_the_process_ends_its_sampling(tmp_path: Pat
         assert [each.tokens.tolist() for each in result.group.trajectories] == [ids("2=1$")] * 2
 
     on_stage(tmp_path, config_of("gives_up_a_call"), lambda: engine, scene)
+
+
+def test_calls_that_are_cancelled_before_they_begin_are_forgotten(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda *_: generation(ids("1$")))
+
+    async def scene(stage: Stage) -> None:
+        stage.attach("attached_episodes:gives_up_at_once")
+        agent = await stage.server.agent()
+        result = await agent.run_group(lease(2))
+        assert result.group is not None
+        assert [each.tokens.tolist() for each in result.group.trajectories] == [ids("2=1$")] * 2
+        await until(lambda: not agent._calls)
+
+    on_stage(tmp_path, config_of("gives_up_at_once"), lambda: engine, scene)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("says_what_json_cannot", "what became of the episode cannot be sent: message failed: "),
+        (
+            "returns_too_much",
+            "what became of the episode cannot be sent: message done: expected at most 16777216 bytes",
+        ),
+    ],
+)
+def test_an_episode_whose_end_cannot_be_sent_fails_and_says_why(tmp_path: Path, name: str, reason: str) -> None:
+    async def scene(stage: Stage) -> None:
+        process = stage.attach(f"attached_episodes:{name}")
+        result = await stage.server.play(size=1)
+        assert [failure.reason[: len(reason)] for failure in result.failures] == [reason]
+        assert not process.task.done()
+
+    on_stage(tmp_path, config_of(name, timeout_s=60), lambda: says("1$"), scene)
+
+
+def test_a_name_that_cannot_stand_in_metrics_fails_the_episode_and_not_the_process(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        process = stage.attach("attached_episodes:Misnamed", own_tasks=True)
+        result = await stage.server.play(size=1)
+        assert "misnamed: env_of: name 'not a name' must be letters" in result.failures[0].reason
+        assert not process.task.done()
+
+    on_stage(tmp_path, config_of("Sums"), lambda: says("1$"), scene)
+
+
+def test_a_hook_that_raises_ends_the_process_with_its_line(tmp_path: Path) -> None:
+    line = 1 + EPISODES.splitlines().index('        raise KeyError("history")')
+
+    async def scene(stage: Stage) -> None:
+        process = stage.attach("attached_episodes:PlayedRaises", own_tasks=True)
+        assert (await stage.server.play()).group is not None
+        expected = rf"playedraises: played raised KeyError: 'history' \(attached_episodes.py:{line}\)"
+        with pytest.raises(EnvironmentFailed, match=expected):
+            await process.task
+
+    on_stage(tmp_path, config_of("Sums"), lambda: says("1$"), scene)
+
+
+def test_a_turn_that_a_client_sampled_by_http_can_be_rewarded(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        stage.attach("attached_episodes:samples_by_http")
+        result = await stage.server.play(size=2)
+        assert result.failures == [] and result.group is not None
+        assert [each.reward for each in result.group.trajectories] == [1.25, 1.25]
+
+    on_stage(tmp_path, config_of("samples_by_http"), lambda: says("1$"), scene)
 
 
 def test_an_episode_has_an_endpoint_and_a_key_of_its_own(tmp_path: Path) -> None:
@@ -327,6 +447,22 @@ def test_a_process_that_detaches_at_once_gives_its_leases_back(tmp_path: Path) -
     on_stage(tmp_path, config_of("Sums"), lambda: engine, scene)
 
 
+def test_an_attachment_ends_after_the_episodes_of_leases_that_were_cut(tmp_path: Path) -> None:
+    engine = held()
+
+    async def scene(stage: Stage) -> None:
+        process = stage.attach("attached_episodes:cleans_up")
+        playing = asyncio.create_task(stage.server.play())
+        await until(lambda: len(engine.requests) == 2)
+        playing.cancel()
+        await asyncio.wait([playing])
+        await stage.server.desk.close(ended=True)
+        assert (await process.task).kind == "ended"
+        assert len(__import__("attached_episodes").released) == 2
+
+    on_stage(tmp_path, config_of("cleans_up"), lambda: engine, scene)
+
+
 def test_the_end_of_the_run_is_said_to_the_processes(tmp_path: Path) -> None:
     processes = []
 
@@ -361,7 +497,7 @@ def test_a_lease_goes_to_the_process_with_the_most_free_workers(tmp_path: Path) 
 
 
 def test_a_process_that_answers_no_ping_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.envs.attach.desk.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("streamrl.envs.attach.desk.HEARTBEAT_S", 0.5)
 
     async def scene(stage: Stage) -> None:
         server = stage.server
@@ -371,6 +507,54 @@ def test_a_process_that_answers_no_ping_is_gone(tmp_path: Path, monkeypatch: pyt
             await socket.send_str(HELLO)
             with pytest.raises(AgentGone, match="the connection to agent other ended"):
                 await server.play()
+
+    on_stage(tmp_path, config_of("Sums"), lambda: says("1$"), scene)
+
+
+def test_a_process_that_closes_its_connection_is_forgotten(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        server = stage.server
+        async with ClientSession() as http, http.ws_connect(
+            f"{server.url}/attach", headers={"Authorization": f"Bearer {server.token}"}
+        ) as socket:  # fmt: skip
+            await socket.send_str(HELLO)
+            await socket.receive()
+        await until(lambda: len(server.events) == 2)
+        assert server.desk._agents == []
+
+    server = on_stage(tmp_path, config_of("Sums"), lambda: says("1$"), scene)
+    assert [event for event, _ in server.events] == ["agent_attached", "agent_detached"]
+
+
+def test_a_process_that_reads_too_slowly_is_hung_up_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.envs.attach.agent.OUTBOX_MESSAGES", 4)
+
+    async def scene(stage: Stage) -> None:
+        server = stage.server
+        async with ClientSession() as http, http.ws_connect(
+            f"{server.url}/attach", headers={"Authorization": f"Bearer {server.token}"}
+        ) as socket:  # fmt: skip
+            await socket.send_str(HELLO)
+            agent = await server.agent()
+            for number in range(9):  # before anything can be sent
+                agent.post(Refused(number, "value", "no"))
+            assert agent.free == 0
+            assert len([message async for message in socket]) < 9
+
+    server = on_stage(tmp_path, config_of("Sums"), lambda: says("1$"), scene)
+    assert [event for event, _ in server.events] == ["agent_attached", "agent_lost"]
+
+
+def test_a_rollouter_that_reads_too_slowly_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.envs.attach.client.OUTBOX_MESSAGES", 4)
+
+    async def scene(stage: Stage) -> None:
+        process = stage.attach("attached_episodes:Sums")
+        await stage.server.agent()
+        for number in range(9):  # before anything can be sent
+            process.attachment._post(Cancel(number))
+        with pytest.raises(ConnectionLost, match="did not read 4 messages"):
+            await process.task
 
     on_stage(tmp_path, config_of("Sums"), lambda: says("1$"), scene)
 
@@ -409,6 +593,10 @@ def test_a_wrong_token_is_the_users_mistake(tmp_path: Path) -> None:
         (["nonsense"], "malformed"),
         (['{"type":"detach"}'], "expected a hello, got detach"),
         ([HELLO.replace(":1,", ":99,", 1)], "protocol 99 is not spoken here"),
+        (
+            [HELLO.replace('"workers":1', '"workers":4096')],
+            "at most 512 workers of 8 episodes each per rollouter, got 4096",
+        ),
         ([HELLO, HELLO], "expected one hello only"),
         ([HELLO, '{"type":"done"}'], "missing required field"),
     ],

@@ -207,3 +207,15 @@ def test_a_lease_past_its_deadline_is_left_to_the_buffer_and_frees_its_worker() 
         assert (scene.desk.taken, scene.delivered, scene.source.returned) == (0, [], [])
 
     play(0, script)
+
+
+def test_an_engine_that_ran_out_of_time_is_no_lease_past_its_deadline() -> None:
+    async def main() -> None:
+        scene = Scene(1)
+        scene.grant(0)
+        scene.own.end.set_exception(TimeoutError("the engine waited for its worker"))
+        with pytest.raises(ExceptionGroup) as raised:
+            await scene.dispatch.run()
+        assert [str(error) for error in raised.value.exceptions] == ["the engine waited for its worker"]
+
+    run_in_virtual_time(main())

@@ -50,5 +50,6 @@ def test_every_message_is_on_the_page_with_its_fields(kind: type[msgspec.Struct]
 def test_the_bounds_on_the_page_are_those_that_hold() -> None:
     assert f"at most {protocol.MESSAGE_BYTES >> 20} MiB" in PAGE
     assert f"`protocol` ({protocol.PROTOCOL})" in PAGE
+    assert f"at most {protocol.MAX_CALLS:,} episodes of a rollouter at once" in PAGE
     assert f"within {protocol.HEARTBEAT_S * 1.5:.0f} s after a cut" in PAGE
     assert f"blocks its event loop\nfor {protocol.HEARTBEAT_S / 2:.0f} s counts as dead" in PAGE

@@ -85,6 +85,23 @@ def test_the_address_is_written_for_the_runs_user_alone_and_removed_at_the_end(t
     assert sorted(each.name for each in path.parent.iterdir()) == ["token"]
 
 
+def test_rollouters_that_make_the_token_at_the_same_moment_agree_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may run on machines of their own that share the run folder, with the same pid."""
+    link = Path.hardlink_to
+    seen: list[str | None] = []
+
+    def late(path: Path, target: Path) -> None:
+        if not seen:
+            seen.append(None)
+            seen.append(run_token(tmp_path))  # another one, between this one's first look and its last
+        link(path, target)
+
+    monkeypatch.setattr(Path, "hardlink_to", late)
+    assert run_token(tmp_path) == seen[1] == (tmp_path / "gateways" / "token").read_text()
+
+
 def test_the_token_of_a_run_is_made_once_and_for_its_user_alone(tmp_path: Path) -> None:
     assert run_token(tmp_path) == run_token(tmp_path)
     folder = tmp_path / "gateways"

@@ -487,6 +487,32 @@ def test_a_request_that_fails_changes_nothing() -> None:
     played.check()
 
 
+def test_requests_that_fail_leave_no_transcripts_behind() -> None:
+    async def script(policy: Session) -> None:
+        await policy.chat([user("a")])
+        for place in range(3):
+            with pytest.raises(ContextFull):
+                await policy.chat([user("b" * 500), user(str(place))])
+        assert [len(each.transcripts) for each in policy.episode.branches] == [1]
+
+    Played(Replies("one" + END), script, max_length=300).check()
+
+
+def test_a_content_that_stood_round_a_call_is_not_realigned() -> None:
+    """Nothing that was sampled reads ``one  two``: there is no place up to which it is the same."""
+
+    async def script(policy: Session) -> None:
+        first = (await policy.chat([user("a")], [ADD])).message
+        assert first["content"] == "one  two"
+        await policy.chat([user("a"), first | {"content": "one two"}, result("7")], [ADD])
+
+    call = '<tool_call>{"name":"add"}</tool_call>'
+    played = Played(Replies(f"one {call} two" + END, "seven" + END), script)
+    assert played.counts == {"start": 1, "fork": 1}
+    assert played.texts()[1].count("</tool_call>") == played.texts()[0].count("</tool_call>")
+    played.check()
+
+
 def test_a_stop_string_is_cut_from_the_text_and_stays_in_the_transcript() -> None:
     async def script(policy: Session) -> None:
         first = await policy.chat([user("a")], stop="Obs:")

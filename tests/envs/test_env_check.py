@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rich.console import Console
 from scripted import CharTokenizer, ScriptedEngine, generation, ids, settings
 
 from streamrl.checking import check, check_left_running
-from streamrl.envs.check import episodes, tasks
+from streamrl.envs.check import episodes, stalls, tasks
 from streamrl.envs.check.findings import Finding, Level
 from streamrl.envs.check.stalls import LoopWatch
 from streamrl.envs.check.view import show_trajectory
@@ -87,6 +88,12 @@ def test_tasks_that_come_from_their_index_are_the_same_everywhere(write: Any) ->
     config = write()
     _, own = made(config)
     assert tasks.check_repeated(config, own) is None
+    assert is_fine(asyncio.run(tasks.check_in_another_process(config, own)))
+
+
+def test_what_an_environment_prints_is_not_taken_for_its_tasks(write: Any) -> None:
+    config = write('print("loading the data set")')
+    _, own = made(config)
     assert is_fine(asyncio.run(tasks.check_in_another_process(config, own)))
 
 
@@ -266,7 +273,7 @@ def test_user_code_that_holds_the_event_loop_is_found_with_its_line() -> None:
 
     async def main() -> LoopWatch:
         async with LoopWatch() as watch:
-            held.wait(0.3)  # holds the loop
+            held.wait(1.0)  # holds the loop
         return watch
 
     watch = asyncio.run(main())
@@ -275,10 +282,30 @@ def test_user_code_that_holds_the_event_loop_is_found_with_its_line() -> None:
     assert not is_fine(episodes.check_stalls(watch))
 
 
+def test_time_without_a_processor_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "queued_s", lambda thread: time.monotonic())  # as if others had it all along
+    held = threading.Event()
+
+    async def main() -> LoopWatch:
+        async with LoopWatch() as watch:
+            held.wait(0.3)  # holds the loop
+        return watch
+
+    assert asyncio.run(main()).longest_s == 0.0
+
+
+def test_a_thread_that_ended_has_no_known_wait() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    assert stalls.queued_s(thread.native_id or 0) == 0.0
+    assert stalls.queued_s(threading.get_native_id()) >= 0.0
+
+
 def test_a_loop_that_only_waits_is_not_held() -> None:
     async def main() -> LoopWatch:
         async with LoopWatch() as watch:
-            await asyncio.to_thread(threading.Event().wait, 0.3)
+            await asyncio.sleep(0.3)
         return watch
 
     assert is_fine(episodes.check_stalls(asyncio.run(main())))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from scripted import END, ScriptedEngine, generation, ids, lease, play, runner, says, settings
+from virtual_time import run_in_virtual_time
 
 from streamrl.envs.group import GroupResult
 from streamrl.schema import Config
@@ -45,6 +46,13 @@ async def awaits_cancelled(task, policy):
     inner = asyncio.ensure_future(asyncio.Event().wait())
     inner.cancel()
     await inner
+
+async def awaits_nothing(task, policy):
+    answer = policy.complete("1=")
+    try:
+        return answer.text
+    finally:
+        answer.close()
 
 async def samples_nothing(task, policy):
     return 1.0
@@ -135,12 +143,12 @@ def test_an_exception_fails_only_its_trajectory_and_names_the_users_line() -> No
 
 def test_a_timeout_fails_only_its_trajectory_and_says_where_it_waited() -> None:
     config = config_for("hangs_on_two")
-    config.env.timeout_s = 0.05
-    result = play(config, says("1$", "2$", "3$"), size=3)
+    config.env.timeout_s = 50.0
+    result = run_in_virtual_time(runner(config, says("1$", "2$", "3$")).run_group(lease(3)))
     assert result.group is not None and len(result.group.trajectories) == 2
     (failure,) = result.failures
     line = line_of("await asyncio.Event().wait()")
-    assert failure.reason == f"timed out after env.timeout_s=0.05 (user_episodes.py:{line})"
+    assert failure.reason == f"timed out after env.timeout_s=50 (user_episodes.py:{line})"
     assert f"line {line}, in hangs_on_two" in failure.traceback
 
 
@@ -149,12 +157,12 @@ def test_a_timeout_while_the_engine_samples_names_the_users_line_and_cancels_the
         engine = says("1$")
         engine.hold = asyncio.Event()
         config = config_for("plain")
-        config.env.timeout_s = 0.02
+        config.env.timeout_s = 20.0
         return await runner(config, engine).run_group(lease(2)), engine.cancelled
 
-    result, cancelled = asyncio.run(main())
+    result, cancelled = run_in_virtual_time(main())
     line = line_of('(await policy.complete("1=")).text)')
-    assert only_failure(result) == f"timed out after env.timeout_s=0.02 (user_episodes.py:{line})"
+    assert only_failure(result) == f"timed out after env.timeout_s=20 (user_episodes.py:{line})"
     assert cancelled == 2
 
 
@@ -163,6 +171,7 @@ def test_a_timeout_while_the_engine_samples_names_the_users_line_and_cancels_the
     [
         ("own_timeout", "TimeoutError: my own ("),
         ("exits", "SystemExit: 3 ("),
+        ("awaits_nothing", "AttributeError: 'coroutine' object has no attribute 'text'; is an `await` missing? ("),
         ("awaits_cancelled", "cancelled by itself: user code awaited something that was cancelled ("),
         ("samples_nothing", "the episode returned without sampling; it must await policy.complete at least once"),
     ],
@@ -184,6 +193,11 @@ def test_an_episode_that_leaves_a_call_running_fails() -> None:
 def test_a_reward_that_is_no_finite_number_fails_with_what_was_returned(value: object) -> None:
     reason = only_failure(play(config_for("returns", value=value), says("1$")))
     assert reason == f"the reward must be a finite number or a Reward, got {value!r}"
+
+
+def test_an_object_as_reward_is_named_by_its_class() -> None:
+    reason = only_failure(play(config_for("returns", value=Path("a")), says("1$")))
+    assert reason == "the reward must be a finite number or a Reward, got an object of class PosixPath"
 
 
 def test_a_metric_that_is_no_finite_number_fails_by_name() -> None:

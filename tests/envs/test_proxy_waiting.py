@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -162,10 +164,44 @@ def test_bodies_of_all_sessions_together_are_bounded(monkeypatch: pytest.MonkeyP
     play(script(says("3"), hold=True), scene)
 
 
+def test_a_body_counts_while_it_arrives(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(desk, "HELD_BYTES", 10_000)
+    size = 6_000
+
+    async def scene(session: ScriptedSession, served: Served) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rpartition(":")[2]))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {served.key}\r\n"
+        writer.write(f"{head}Expect: 100-continue\r\nContent-Length: {size}\r\n\r\n".encode())
+        assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"  # the server waits for the body now
+        assert await reader.readline() == b"\r\n"
+        status, body, _ = await served.post("chat/completions", b" " * size)
+        assert (status, body["error"]["code"]) == (503, "too_busy")
+        writer.write(b" " * size)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        assert (await served.post("chat/completions", b" " * size))[0] == 400
+        writer.close()
+
+    play(script(says("3")), scene)
+
+
 SESSIONS = 1_000
+FILES = 4_096
+"""Open files that the tests below need: two sockets per session."""
 MEGABYTE = 1 << 20
 
 
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = max(soft, FILES) if soft != resource.RLIM_INFINITY else soft
+    if hard != resource.RLIM_INFINITY and enough > hard:
+        pytest.skip(f"needs {FILES} open files, the hard limit is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
 def test_a_thousand_sessions_at_once_are_served_in_bounded_memory():
     async def scene() -> None:
         gate = ScriptedSession(says("3"), hold=True)
@@ -193,6 +229,7 @@ def test_a_thousand_sessions_at_once_are_served_in_bounded_memory():
     asyncio.run(scene())
 
 
+@pytest.mark.usefixtures("many_files")
 def test_a_thousand_clients_that_leave_leave_nothing_behind():
     async def scene() -> None:
         gate = ScriptedSession(says("3"), hold=True)

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.envs import Reward, Task
 from streamrl.envs.rewards import load_reward
-from streamrl.envs.rewards.code import extract_code, same
+from streamrl.envs.rewards.code import _results, extract_code, same
 from streamrl.errors import ConfigError, EnvironmentFailed
 
 SYSTEM_PYTHON = "/usr/bin/python3"
@@ -75,6 +75,11 @@ def test_tricks_and_broken_answers_are_worth_nothing(answer: str) -> None:
     assert score(CALLS, answer, partial=True).value == 0.0
 
 
+@pytest.mark.parametrize("reply", ["[Infinity, true, 1]", "[NaN, true, 1]", "[[], true, 1]", "[1, true]", "["])
+def test_a_reply_that_nobody_could_have_meant_is_none(reply: str) -> None:
+    assert _results(f"token {reply}\ntoken [0, true, 7]\n".encode(), "token") == {0: (True, 7)}
+
+
 def test_an_answer_that_hangs_is_worth_nothing_and_counted() -> None:
     assert score(PRINTS, "while True: pass", wall_s=1) == Reward(0.0, {"passed": 0.0, "timed_out": 1.0})
 
@@ -82,7 +87,7 @@ def test_an_answer_that_hangs_is_worth_nothing_and_counted() -> None:
 def test_calls_before_one_that_hangs_keep_their_worth_where_parts_count() -> None:
     answer = "def add(a, b):\n    while a == 0: pass\n    return a + b"
     tests = [{"call": "add", "args": [1, 1], "expected": 2}, {"call": "add", "args": [0, 1], "expected": 1}]
-    assert score(tests, answer, wall_s=3, partial=True) == Reward(0.5, {"passed": 0.5, "timed_out": 1.0})
+    assert score(tests, answer, wall_s=8, partial=True) == Reward(0.5, {"passed": 0.5, "timed_out": 1.0})
 
 
 def test_too_much_output_is_wrong_whatever_it_begins_with() -> None:

@@ -13,11 +13,12 @@ import pytest
 pytest.importorskip("aiohttp", reason="the reward 'judge' needs aiohttp: pip install 'streamrl[rewards]'")
 
 from judge_server import JudgeServer, completion, hang_up, never, status
+from virtual_time import run_in_virtual_time
 
 from streamrl.envs import Reward, Task
 from streamrl.envs.rewards import judge_client, load_reward
 from streamrl.envs.rewards.judge import score_parser
-from streamrl.envs.rewards.judge_client import _retry_after_s
+from streamrl.envs.rewards.judge_client import JudgeClient, Pace, _retry_after_s
 from streamrl.envs.rewards.score_cache import ScoreCache
 from streamrl.errors import ConfigError, EnvironmentFailed
 
@@ -87,7 +88,7 @@ def test_a_lost_connection_is_tried_again() -> None:
 
 
 def test_a_request_without_a_reply_is_tried_again() -> None:
-    assert judge(JudgeServer(never, "Score: 10"), "two", timeout_s=0.2) == [Reward(1.0, {"cached": 0.0})]
+    assert judge(JudgeServer(never, "Score: 10"), "two", timeout_s=1) == [Reward(1.0, {"cached": 0.0})]
 
 
 def test_retry_after_is_honoured() -> None:
@@ -115,10 +116,7 @@ def test_retries_end() -> None:
 
 def test_a_score_has_a_deadline_over_all_its_retries() -> None:
     server = JudgeServer(status(429, {"Retry-After": "3600"}))
-    assert (
-        failure(server, deadline_s=0.3)
-        == "judge: no score within deadline_s=0.3; the last request: status 429: not now"
-    )
+    assert failure(server, deadline_s=2) == "judge: no score within deadline_s=2; the last request: status 429: not now"
 
 
 @pytest.mark.parametrize("code", [400, 401, 404, 307])
@@ -147,8 +145,12 @@ def test_an_endless_reply_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_more_requests_run_at_once_than_allowed() -> None:
+    full = asyncio.Event()
+
     async def slow(_: Any) -> Any:
-        await asyncio.sleep(0.05)
+        if server.running == 3:
+            full.set()
+        await full.wait()
         return completion("Score: 5")
 
     server = JudgeServer(slow)
@@ -157,9 +159,17 @@ def test_no_more_requests_run_at_once_than_allowed() -> None:
 
 
 def test_no_more_requests_begin_in_a_second_than_allowed() -> None:
-    server = JudgeServer("Score: 5")
-    judge(server, *map(str, range(6)), per_s=20)
-    assert server.at[-1] - server.at[0] >= 5 / 20 - 0.02  # the server hears of each a little later than it began
+    async def starts() -> list[float]:
+        client = JudgeClient("http://localhost", "", Pace(8, 20.0, 1.0, 0, 1.0))
+        loop = asyncio.get_running_loop()
+
+        async def start() -> float:
+            await client._turn()
+            return loop.time()
+
+        return await asyncio.gather(*(start() for _ in range(6)))
+
+    assert run_in_virtual_time(starts()) == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25])
 
 
 # Cache ----------------------------------------------------------------------------------------------------------------

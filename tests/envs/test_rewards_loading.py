@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.envs import Reward, Task
+from streamrl.envs.guard import left_behind
 from streamrl.envs.rewards import load_reward, text_of
 from streamrl.errors import ConfigError, EnvironmentFailed
 
@@ -24,6 +26,13 @@ async def slow(task, answer):
 
 def thread(task, answer):
     return float(threading.current_thread() is threading.main_thread())
+
+begun, release = threading.Event(), threading.Event()
+
+def hang(task, answer):
+    begun.set()
+    release.wait()
+    return 1.0
 
 def one(task):
     return 1.0
@@ -70,6 +79,23 @@ def test_an_async_function_may_return_a_reward_with_metrics() -> None:
 
 def test_a_plain_function_runs_off_the_event_loop() -> None:
     assert score("own_rewards:thread", "x") == 0.0
+
+
+def test_a_plain_function_that_hangs_is_left_behind_and_does_not_hold_the_end_of_the_process() -> None:
+    async def main() -> None:
+        hanging = asyncio.create_task(load_reward("own_rewards:hang")(Task(), "x"))
+        own = __import__("own_rewards")
+        await asyncio.to_thread(own.begun.wait)
+        hanging.cancel()
+        await asyncio.wait([hanging])
+        assert hanging.cancelled()
+        assert len(left_behind) == before + 1
+        own.release.set()
+
+    before = len(left_behind)
+    asyncio.run(main())
+    while len(left_behind) > before:  # its thread is at its last lines
+        time.sleep(0)
 
 
 def test_a_class_of_the_users_is_built_with_its_options() -> None:

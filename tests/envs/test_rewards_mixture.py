@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.envs import Reward, Task
+from streamrl.envs.returned import checked_reward
 from streamrl.envs.rewards import load_reward
 from streamrl.envs.rewards.mixture import MixtureReward, Part
 from streamrl.errors import ConfigError, EnvironmentFailed
@@ -20,7 +21,7 @@ class Fixed:
         self.closed = False
 
     async def __call__(self, task: Task, answer: Any) -> Any:
-        if isinstance(self.returned, Exception):
+        if isinstance(self.returned, BaseException):
             raise self.returned
         return self.returned
 
@@ -48,6 +49,11 @@ def test_any_exception_of_a_part_is_its_failure() -> None:
         mix(Part("a", Fixed(1.0)), Part("b", Fixed(ValueError("what"))))
 
 
+def test_a_part_that_wants_to_end_the_process_has_failed() -> None:
+    with pytest.raises(EnvironmentFailed, match=r"reward 'b': SystemExit: 3"):
+        mix(Part("a", Fixed(1.0)), Part("b", Fixed(SystemExit(3))))
+
+
 @pytest.mark.parametrize("value", [float("nan"), "1", None], ids=str)
 def test_a_part_that_gives_no_finite_number_has_failed(value: Any) -> None:
     with pytest.raises(EnvironmentFailed, match=r"reward 'a': the reward must be a finite number"):
@@ -59,6 +65,11 @@ def test_an_optional_part_may_fail_and_says_so() -> None:
     assert reward.value == 0.5
     assert reward.metrics == {"reward/a": 1.0, "reward/b/failed": 1.0}
     assert reward.metadata == {"reward/b/reason": "reward 'b': no judge"}
+
+
+def test_a_long_reason_of_an_optional_part_still_travels() -> None:
+    reward = mix(Part("a", Fixed(1.0)), Part("b", Fixed(EnvironmentFailed("x" * 9_000)), optional=True))
+    assert checked_reward(reward).value == 1.0
 
 
 def test_an_optional_part_that_works_counts_like_any_other() -> None:

@@ -234,7 +234,7 @@ while True:
         os.write(1, b"full ")
         while True: pass
 """
-    ended = start("namespaces", processes=8, wall_s=3)(code)
+    ended = start("namespaces", processes=8, wall_s=6)(code)
     assert b"full" in ended.output
     assert ended.timed_out
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scripted import END, PAIR, CharTokenizer, ScriptedEngine, generation, ids, says
 
+from streamrl.envs import memory
 from streamrl.envs.codec import Codec
 from streamrl.envs.environment import Reward
 from streamrl.envs.episode import ContextFull, Episode, Limits, turn_seed
@@ -111,6 +113,21 @@ def test_a_stop_string_that_the_tokenizer_reads_as_an_unknown_token_is_refused()
 
     with pytest.raises(ValueError, match="would never be sampled"):
         asyncio.run(session(says("1$"), tokenizer=Lossy()).complete("1=", stop="~"))
+
+
+def test_texts_are_encoded_once_but_for_those_that_are_too_long_to_be_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "CHARACTERS", 4)
+    tokenizer = CharTokenizer()
+    policy = session(says("1$"), replace(LIMITS, max_length=100), tokenizer)
+
+    async def episode() -> None:
+        for text in ("1234", "12345") * 2:
+            await policy.complete(text)
+
+    asyncio.run(episode())
+    assert tokenizer.encoded == ["1234", "12345", "12345"]
 
 
 def test_max_tokens_lowers_the_runs_limit_and_never_raises_it() -> None:

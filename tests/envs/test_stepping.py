@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted import END, ScriptedEngine, generation, ids, play, says, settings
+from scripted import END, ScriptedEngine, generation, ids, lease, play, runner, says, settings
 
 from streamrl.envs.environment import Task, load_environment
 from streamrl.envs.group import GroupResult
@@ -86,6 +86,15 @@ class Takes(Countdown):
 
 class NoTurns(Countdown):
     max_turns = 0
+
+class SlowToBuild(Countdown):
+    building, release = threading.Semaphore(0), threading.Event()
+    def __init__(self):
+        super().__init__()
+        if threading.current_thread().name == "episode":
+            self.threads.append(threading.current_thread())
+            self.building.release()
+            self.release.wait()
 """
 
 
@@ -122,7 +131,7 @@ def test_every_episode_has_an_instance_of_its_own_with_the_options_and_it_is_clo
     assert [each.turn_rewards for each in result.group.trajectories] == [[0.5], [0.5]]
     for thread in games.Countdown.threads:
         if name == "Countdown":
-            thread.join(5)
+            thread.join(60)
     assert {each.start for each in games.Countdown.made} == {1}
     assert len(games.Countdown.made) == 3 and set(games.Countdown.closed) == set(games.Countdown.made[1:])
 
@@ -176,8 +185,23 @@ def test_a_game_that_breaks_its_promise_fails_the_episode_and_is_closed(name: st
     assert len(result.failures) == 2
     assert all(reason in each.reason for each in result.failures)
     for thread in games.Countdown.threads:
-        thread.join(5)
+        thread.join(60)
     assert len(games.Countdown.closed) == 2 or not games.Countdown.threads
+
+
+def test_an_instance_that_is_built_while_its_episode_is_cancelled_is_closed(games: Any) -> None:
+    async def main() -> None:
+        playing = asyncio.create_task(runner(settings("step_games:SlowToBuild"), says("1$")).run_group(lease(1)))
+        await asyncio.to_thread(games.SlowToBuild.building.acquire)
+        playing.cancel()
+        games.SlowToBuild.release.set()
+        await asyncio.wait({playing})
+        assert playing.cancelled()
+
+    asyncio.run(main())
+    for thread in games.Countdown.threads:
+        thread.join(30)
+    assert games.Countdown.closed == games.Countdown.made[1:] != []
 
 
 @pytest.mark.parametrize(

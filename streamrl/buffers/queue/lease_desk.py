@@ -81,8 +81,10 @@ class LeaseDesk:
             self._server.report("lease_failed", {"sender": asker.name} | fields)
         self._failures_in_row += failed
         limit = self._buffer.config.env.max_failures
+        last = " ".join(body.reason.split())
+        if failed and self._buffer.ledger.fatal:
+            self._server.end(EnvironmentFailed(f"{self._buffer.ledger.fatal}; last: {last}"))
         if self._failures_in_row >= limit:
-            last = " ".join(body.reason.split())
             text = f"{self._failures_in_row} leases failed in a row (env.max_failures={limit}); last: {last}"
             self._server.end(EnvironmentFailed(text))
         self._server.answer(asker, Status("failed" if failed else PutStatus.LATE.value))

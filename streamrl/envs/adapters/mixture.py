@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from streamrl.envs.environment import Environment, Policy, Reward, Task, load_environment, refuse_unknown
+from streamrl.envs.environment import Environment, Policy, Reward, Task, load_environment, refuse_unknown, short_name
 from streamrl.envs.loading import load_function, nearest
 from streamrl.errors import ConfigError, EnvironmentFailed
 from streamrl.schema import Config
@@ -146,7 +146,8 @@ def _load(settings: Any, where: str) -> tuple[str, _Part]:
         environment = load_environment(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return str(settings.get("label", environment.name)), _Part(environment, float(weight), deque(maxlen=RECENT))
+    label = short_name(settings.get("label", environment.name), f"{where}.label")
+    return label, _Part(environment, float(weight), deque(maxlen=RECENT))
 
 
 def _checked(chosen: Any, stats: Mapping[str, PartStats]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aiohttp import ClientError, ClientSession, ClientWebSocketResponse, WSMsgType, WSServerHandshakeError
@@ -33,7 +33,7 @@ from streamrl.envs.attach.protocol import (
 )
 from streamrl.envs.environment import Environment, Task
 from streamrl.envs.episode import is_context_full
-from streamrl.envs.failure import failure_of, timed_out
+from streamrl.envs.failure import failure_of, one_line, timed_out
 from streamrl.envs.guard import Expired, bounded, left_behind
 from streamrl.envs.returned import checked_reward
 from streamrl.envs.split import Split
@@ -185,8 +185,15 @@ class Attachment:
                 episode.add_done_callback(self._ending.discard)
                 episode.cancel()
             if self._played.own_tasks and closed.rewards:
-                self._played.environment.played(playing.task, closed.rewards)
+                self._tell(playing.task, closed.rewards)
         self._on_closed(closed)
+
+    def _tell(self, task: Task, rewards: Sequence[float]) -> None:
+        environment = self._played.environment
+        try:
+            environment.played(task, rewards)
+        except Exception as error:  # user code may raise anything; it is named
+            raise EnvironmentFailed(f"{environment.name}: played raised {one_line(error)}") from error
 
     # Episodes ---------------------------------------------------------------------------------------------------------
 

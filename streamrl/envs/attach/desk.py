@@ -119,11 +119,11 @@ class AttachDesk:
             await writer
         finally:
             writer.cancel()
-            await asyncio.wait({writer})
             self._agents.remove(agent)
             self._left.set()
             self._emit("agent_lost" if agent.lost_leases else "agent_detached", fields | {"leases": agent.lost_leases})
             self.changed()
+            await asyncio.wait({writer})  # last: the end of the connection may cancel this wait
 
     async def _hello(self, socket: web.WebSocketResponse) -> Hello:
         try:

@@ -152,10 +152,10 @@ class Capture:
         ):
             return None
         sampled = self._template.without_end(mark.turn.generation.token_ids.tolist())
-        before, _, after = self._template.decode(sampled).rpartition(old["content"])
+        before, found, after = self._template.decode(sampled).rpartition(old["content"])
         text = before + new["content"] + after
         kept = kept_tokens(sampled, text, self._template.decode)
-        if not kept:
+        if not found or not kept:  # a content round calls was put together: it stands nowhere as a whole
             return None
         drift = self._template.encode(text[len(self._template.decode(sampled[:kept])) :])
         context = drift + self._template.extend(messages[: place + 1], messages[place + 1 :], tools, ())

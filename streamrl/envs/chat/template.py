@@ -16,16 +16,13 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from streamrl.envs.chat.messages import Message, Tools, checked_tools, normalised
 from streamrl.envs.chat.tool_calls import RawCall, find_format
+from streamrl.envs.memory import remembering
 from streamrl.envs.stops import cut
 from streamrl.errors import ConfigError
-
-_CACHED_TEXTS = 256
-"""Rendered texts whose encoding is remembered: the episodes of a group begin with the same one."""
 
 _WORD = f"W{secrets.token_hex(12)}"
 """Stands for a sampled answer in a dummy conversation; nobody can have written it into a message. Never encoded."""
@@ -71,7 +68,7 @@ class ChatTemplate:
         spelled = "|".join(map(re.escape, sorted(self._special.values(), key=len, reverse=True)))
         self._spells_special = re.compile(spelled) if spelled else None
         self._shielded = re.compile("(" + _SHIELD + "(?:" + spelled + "))")
-        self._encode = lru_cache(_CACHED_TEXTS)(self._encode_text)
+        self._encode = remembering(self._encode_text)
         self._closing, self._space, self._thinks = self._examine()
 
     @property

@@ -21,7 +21,7 @@ class ToolCall:
     """One call that the policy wrote."""
 
     id: str
-    """Unique within its episode; nine letters and digits, which is what the strictest templates ask for."""
+    """Unique within its line of an episode; nine letters and digits, which is what the strictest templates ask for."""
     name: str
     """Empty where it could not be read."""
     arguments: dict[str, Any] | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -31,7 +30,7 @@ def show_findings(findings: Sequence[Finding], console: Console) -> None:
 def show_trajectory(trajectory: Trajectory, title: str, tokenizer: Tokenizer, console: Console) -> None:
     """A transcript in pieces: what the policy sampled is trained on, what it was given is not."""
     sampled = trajectory.sampled_count
-    head = f"{title} · reward {trajectory.reward:g} · {_counted(trajectory.turns, 'turn')}"
+    head = f"{title} · reward {trajectory.reward:g} · {counted(trajectory.turns, 'turn')}"
     tail = f"{trajectory.length} tokens, {sampled} of them sampled{', cut' if trajectory.truncated else ''}"
     console.print(Text(f"{head} · {tail}", style="bold"))
     rewards = iter(trajectory.turn_rewards)
@@ -52,5 +51,6 @@ def _shown(text: str) -> str:
     return text.replace("\n", "⏎")
 
 
-def _counted(number: int, noun: str) -> Any:
+def counted(number: int, noun: str) -> str:
+    """``1 problem``, ``2 problems``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

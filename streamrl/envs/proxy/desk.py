@@ -26,7 +26,7 @@ CALLS_PER_SESSION = 128
 """Turns that one session samples at once at most; a client that forgets to wait must not fill the engine."""
 
 HELD_BYTES = 1 << 30
-"""Bodies of all requests that are being answered, together, at most."""
+"""Bodies of all requests that are being read or answered, together, at most."""
 
 ENDED_KEYS = 16_384
 """Ended keys that are told apart from unknown ones."""
@@ -133,7 +133,7 @@ class Seat:
     """An open session: its key's secret, its calls, and what it must remember between them."""
 
     session: ProxySession
-    secret: bytes
+    secret: bytes = field(repr=False)
     counts: Counter[str]
     strict: bool
     calls: set[asyncio.Timeout] = field(default_factory=set)

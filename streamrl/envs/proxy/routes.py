@@ -90,9 +90,8 @@ def _guard(desk: SessionDesk, dialect: Dialect, handle: Handler) -> Handler:
 def _sampling(desk: SessionDesk, exchange: Callable[[Seat, bytes], Exchange]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         seat = desk.recognise(_key(request))
-        body = await _body(request)
-        with desk.holding(len(body)):
-            asked = exchange(seat, body)
+        with desk.holding(_most_bytes(request)):
+            asked = exchange(seat, await _body(request))
             headers = {"x-streamrl-ignored": ", ".join(asked.ignored)} if asked.ignored else {}
             if asked.stream:
                 return await _stream(request, asked, headers)
@@ -156,10 +155,18 @@ def _chunks(events: Iterator[bytes]) -> Iterator[bytes]:
     yield bytes(held)
 
 
+def _most_bytes(request: web.Request) -> int:
+    """What the body may take. Raises ``ApiError`` 413 where it says that it is too large."""
+    length = request.content_length
+    if length is not None and length > BODY_BYTES:
+        raise too_large(BODY_BYTES)
+    if length is None or hdrs.CONTENT_ENCODING in request.headers:
+        return BODY_BYTES
+    return length
+
+
 async def _body(request: web.Request) -> bytes:
     """Raises ``ApiError`` for one that is too large (413) or does not arrive (408)."""
-    if (request.content_length or 0) > BODY_BYTES:
-        raise too_large(BODY_BYTES)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):

@@ -132,8 +132,8 @@ def _results(output: bytes, token: str) -> dict[int, tuple[bool, Any]]:
         try:
             place, ok, value = json.loads(reply)
             results[int(place)] = (ok is True, value)
-        except (ValueError, TypeError, OverflowError, RecursionError):  # the answer got hold of the token, and of nothing else
-            continue
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            continue  # the answer got hold of the token, and of nothing else
     return results
 
 

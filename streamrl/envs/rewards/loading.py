@@ -82,7 +82,7 @@ def _built(target: Callable[..., Any], name: str, options: dict[str, Any], where
 
 
 class FunctionReward:
-    """A function of the user's, ``def score(task, answer, **options)``; a plain one runs on a thread, which may hang."""
+    """A function of the user's, ``def score(task, answer, **options)``; a plain one runs on a thread of its own."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], where: str) -> None:
         try:

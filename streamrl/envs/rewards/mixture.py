@@ -15,6 +15,9 @@ from streamrl.envs.rewards.loading import load_reward
 from streamrl.envs.rewards.protocol import Answer, RewardFn
 from streamrl.errors import ConfigError, EnvironmentFailed
 
+_REASON = 300
+"""Characters of why a part is missing that travel with the trajectory; metadata is small (``returned.py``)."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -76,7 +79,7 @@ def _sum(scores: Sequence[tuple[Part, Reward | str]]) -> Reward:
         if part.optional:
             metrics[f"{name}/failed"] = float(isinstance(score, str))
         if isinstance(score, str):
-            metadata[f"{name}/reason"] = score
+            metadata[f"{name}/reason"] = score[:_REASON]
             continue
         value += part.weight * score.value
         metrics[name] = score.value
