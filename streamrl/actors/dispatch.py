@@ -7,7 +7,7 @@ A lease goes to an attached process while one has a free worker. Else the rollou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -36,6 +36,12 @@ class Worker(Runner, Protocol):
     def release(self) -> None: ...
 
 
+class Deliver(Protocol):
+    """Takes what came of a lease. ``attached``: another process played it."""
+
+    async def __call__(self, lease: Lease, result: GroupResult, *, attached: bool) -> None: ...
+
+
 class Desk(Protocol):
     """Attached processes (``AttachDesk``)."""
 
@@ -57,7 +63,7 @@ class Dispatch:
         runner: Runner,
         desk: Desk,
         most: int,
-        deliver: Callable[[Lease, GroupResult], Awaitable[None]],
+        deliver: Deliver,
         waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         """``most``: groups that ``runner`` has under way at once; 0: only attached processes play."""
@@ -102,19 +108,19 @@ class Dispatch:
             await self._leases.give_back(lease.id, lost=False)
 
     async def _own_group(self, lease: Lease) -> None:
-        await self._group(lease, self._runner)
+        await self._group(lease, self._runner, attached=False)
         self._groups -= 1
         self._room.set()
 
     async def _attached_group(self, lease: Lease, worker: Worker) -> None:
         try:
-            await self._group(lease, worker)
+            await self._group(lease, worker, attached=True)
         except AgentGone as gone:
             await self._leases.give_back(lease.id, lost=gone.lost)
         finally:
             worker.release()
 
-    async def _group(self, lease: Lease, runner: Runner) -> None:
+    async def _group(self, lease: Lease, runner: Runner, *, attached: bool) -> None:
         try:
             async with asyncio.timeout(lease.deadline_s) as deadline:
                 result = await runner.run_group(lease)
@@ -122,4 +128,4 @@ class Dispatch:
             if not deadline.expired():
                 raise  # of the engine
             return  # the buffer counts the expired lease and issues its prompt again
-        await self._deliver(lease, result)
+        await self._deliver(lease, result, attached=attached)

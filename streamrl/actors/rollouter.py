@@ -101,13 +101,16 @@ class Rollouter(Actor):
             await self._dispatch.run()
         return {}
 
-    async def _deliver(self, lease: Lease, result: GroupResult) -> None:
+    async def _deliver(self, lease: Lease, result: GroupResult, *, attached: bool) -> None:
         for failure in result.failures:
             fields = {"lease": lease.id, "prompt": lease.prompt, "reason": failure.reason}
             self.emit("trajectory_failed", fields | {"traceback": failure.traceback})
         if result.stragglers:
             fields = {"lease": lease.id, "prompt": lease.prompt, "reason": result.stragglers[0].reason}
             self.emit("trajectory_straggled", fields | {"count": len(result.stragglers)})
+        if result.group is None and attached:  # the prompt is not to blame: somebody else plays it
+            await self._producer.give_back(lease.id, lost=False)
+            return
         if result.group is None:
             await self._producer.fail(lease.id, result.failures[-1].reason, result.failures[-1].traceback)
             return

@@ -14,7 +14,7 @@ from aiohttp import ClientSession, WSMsgType, WSServerHandshakeError
 from attach_support import Server, Stage, on_stage, until
 from scripted import ScriptedEngine, generation, ids, lease, says, settings
 
-from streamrl.envs.attach.agent import AgentGone
+from streamrl.envs.attach.agent import MOST_FAILED, AgentGone
 from streamrl.envs.attach.client import ConnectionLost
 from streamrl.envs.attach.protocol import Cancel, Refused
 from streamrl.envs.split import Split
@@ -112,6 +112,10 @@ async def samples_by_http(task, policy):
             assert answer.status == 200, await answer.text()
     policy.reward(0.25)
     return 1.0
+
+async def raises_always(task, policy):
+    await policy.complete("1=")
+    return 1 / 0
 
 class Misnamed(Sums):
     def env_of(self, task):
@@ -255,6 +259,19 @@ def test_a_failed_episode_fails_alone_and_names_the_line_of_the_attached_code(tm
         assert (closed.rewards, closed.failures) == ([1.0, 1.0], [result.failures[0].reason])
 
     on_stage(tmp_path, config_of("raises_on_two"), lambda: says("1$", "2$", "3$"), scene)
+
+
+def test_a_process_whose_groups_fail_five_times_in_a_row_is_sent_away_with_the_reason(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        process = stage.attach("attached_episodes:raises_always")
+        for _ in range(MOST_FAILED):
+            assert (await stage.server.play()).group is None
+        bye = await process.task
+        assert bye.kind == "refused"
+        assert bye.reason.startswith("5 groups in a row failed; last: ZeroDivisionError: division by zero (attached")
+        assert stage.server.desk.free == 0
+
+    on_stage(tmp_path, config_of("raises_always"), lambda: says("1$"), scene)
 
 
 def test_an_episode_whose_process_hangs_times_out_and_frees_its_worker(

@@ -73,12 +73,15 @@ class Scene:
     def __init__(self, most: int) -> None:
         self.source, self.desk, self.own = Source(), Desk(), Player()
         self.delivered: list[int] = []
+        self.attached: list[bool] = []
+        """Of the delivered ones, whether another process played them."""
         self.waits: list[str] = []
         """What is waited for now, outermost first."""
         self.dispatch = Dispatch(self.source, self.own, self.desk, most, self._deliver, self._waiting)
 
-    async def _deliver(self, lease: Lease, result: GroupResult) -> None:
+    async def _deliver(self, lease: Lease, result: GroupResult, *, attached: bool) -> None:
         self.delivered.append(lease.id)
+        self.attached.append(attached)
 
     @contextlib.contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
@@ -126,7 +129,7 @@ def test_a_rollouter_without_attached_processes_plays_as_many_as_it_may() -> Non
         scene.own.end.set_result(RESULT)
         await settle()
         assert scene.own.played == [0, 1, 2]
-        assert scene.delivered == [0, 1, 2]
+        assert (scene.delivered, scene.attached) == ([0, 1, 2], [False] * 3)
 
     play(2, script)
 
@@ -139,7 +142,7 @@ def test_a_free_attached_worker_gets_the_next_lease_and_the_rollouter_the_one_af
         assert (worker.played, scene.own.played) == ([0], [1])
         worker.end.set_result(RESULT)
         await settle()
-        assert scene.delivered == [0]
+        assert (scene.delivered, scene.attached) == ([0], [True])
 
     play(1, script)
 

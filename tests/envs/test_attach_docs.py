@@ -12,6 +12,7 @@ from attach_support import Stage, on_stage
 from scripted import says, settings
 
 from streamrl.envs.attach import protocol
+from streamrl.envs.attach.agent import MOST_FAILED
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "attach.md").read_text()
 PLAYER = re.search(r"```python\n# player\.py\n(.*?)```", PAGE, flags=re.DOTALL)
@@ -52,4 +53,6 @@ def test_the_bounds_on_the_page_are_those_that_hold() -> None:
     assert f"`protocol` ({protocol.PROTOCOL})" in PAGE
     assert f"at most {protocol.MAX_CALLS:,} episodes of a rollouter at once" in PAGE
     assert f"within {protocol.HEARTBEAT_S * 1.5:.0f} s after a cut" in PAGE
-    assert f"blocks its event loop\nfor {protocol.HEARTBEAT_S / 2:.0f} s counts as dead" in PAGE
+    text = " ".join(PAGE.split())
+    assert f"blocks its event loop for {protocol.HEARTBEAT_S / 2:.0f} s counts as dead" in text
+    assert f"that happens to {MOST_FAILED} leases of a process in a row" in text

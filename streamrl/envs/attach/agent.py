@@ -49,6 +49,10 @@ from streamrl.types import Lease
 log = logging.getLogger(__name__)
 
 
+MOST_FAILED = 5
+"""Groups of one process that may fail in a row before it is sent away. Their prompts are issued again, unblamed."""
+
+
 class AgentGone(StreamRLError):
     """A process that played a lease is not there any more."""
 
@@ -126,6 +130,8 @@ class Agent:
         """Those that were, once it is gone."""
         self.draining = False
         """It takes no more leases."""
+        self._failed = 0
+        """Groups that failed in a row."""
         self._socket = socket
         self._runner = runner
         self._changed = changed
@@ -163,6 +169,7 @@ class Agent:
                 raise AgentGone(str(gone), gone.lost)
             result = group.result()
             closed = _closed(lease, result)
+            self._judge(result)
             return result
         finally:
             group.cancel()
@@ -170,6 +177,13 @@ class Agent:
             del self._leases[lease.id]
             self.playing -= 1
             self.post(closed)
+
+    def _judge(self, result: GroupResult) -> None:
+        """A process whose groups keep failing would hand the same prompts round for ever."""
+        self._failed = self._failed + 1 if result.group is None else 0
+        if self._failed == MOST_FAILED:
+            last = result.failures[-1].reason if result.failures else "no trajectory finished"
+            self.end(Bye("refused", f"{MOST_FAILED} groups in a row failed; last: {last}"[:1_000]))
 
     def release(self) -> None:
         """A taken worker is free: what it played was delivered."""

@@ -231,7 +231,7 @@ class Bye(Struct, tag="bye"):
 
     kind: Literal["ended", "detached", "leaving", "refused"]
     """The run is over; the process wanted it; the rollouter ends, and another may take its place; or the process did
-    something that the protocol does not allow."""
+    something that the protocol does not allow, or failed too often."""
     reason: str
 
 
