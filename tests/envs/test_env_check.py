@@ -294,12 +294,8 @@ def test_time_without_a_processor_is_no_stall(monkeypatch: pytest.MonkeyPatch) -
     assert asyncio.run(main()).longest_s == 0.0
 
 
-def test_a_thread_that_ended_has_no_known_wait() -> None:
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    thread.join()
-    assert stalls.queued_s(thread.native_id or 0) == 0.0
-    assert stalls.queued_s(threading.get_native_id()) >= 0.0
+def test_a_thread_that_is_not_there_has_no_known_wait() -> None:
+    assert stalls.queued_s(0) == 0.0
 
 
 def test_a_loop_that_only_waits_is_not_held() -> None:

@@ -197,21 +197,30 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def _enter_new_root(trees: list[str], writable_bytes: int) -> None:
-    """A file system of ``trees``, read-only, and ``/tmp``; nothing else of the machine can be seen any more."""
+    """A file system of ``trees``, read-only, and ``/tmp``; nothing else of the machine can be seen any more.
+
+    ``/tmp`` is mounted before the trees are shown, because an interpreter may live below it.
+    """
+    writable = f"{_STAGE}/tmp"
     _mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_SKELETON_BYTES},mode=0755")
+    os.mkdir(writable)
+    _mount("tmpfs", writable, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={writable_bytes},mode=0777")
     for path in [*_SYSTEM, *_DEVICES, *trees]:
         _show(path)
-    attributes = _MountAttributes(attr_set=_ATTR_READ_ONLY | _ATTR_NOSUID)
-    os.mkdir(f"{_STAGE}/tmp")
-    if _libc.syscall(_SYS_MOUNT_SETATTR, -100, _STAGE.encode(), _AT_RECURSIVE, ctypes.byref(attributes),
-                     ctypes.sizeof(attributes)):  # fmt: skip
-        raise OSError(ctypes.get_errno(), "mounts cannot be made read-only")
-    _mount("tmpfs", f"{_STAGE}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={writable_bytes},mode=0777")
+    _set_attributes(_STAGE, _AT_RECURSIVE, _MountAttributes(attr_set=_ATTR_READ_ONLY | _ATTR_NOSUID))
+    _set_attributes(writable, 0, _MountAttributes(attr_clr=_ATTR_READ_ONLY))
     os.chdir(_STAGE)
     if _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b".") or _libc.umount2(b".", _MNT_DETACH):
         raise OSError(ctypes.get_errno(), "the root cannot be changed")
     os.chdir("/tmp")
+
+
+def _set_attributes(path: str, flags: int, attributes: _MountAttributes) -> None:
+    size = ctypes.sizeof(attributes)
+    if _libc.syscall(_SYS_MOUNT_SETATTR, -100, path.encode(), flags, ctypes.byref(attributes), size):
+        number = ctypes.get_errno()
+        raise OSError(number, f"the mount attributes cannot be set ({os.strerror(number)})", path)
 
 
 def _show(path: str) -> None:
