@@ -50,6 +50,8 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/urandom", "/dev/random"
 _SKELETON_BYTES = 1 << 20
 _STAGE = "/dev/shm"
 """A folder to mount the new root on; nothing that a program needs lies under it."""
+_HOME = "/sandbox"
+"""The writable folder of the new root."""
 
 
 class _MountAttributes(ctypes.Structure):
@@ -197,30 +199,24 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def _enter_new_root(trees: list[str], writable_bytes: int) -> None:
-    """A file system of ``trees``, read-only, and ``/tmp``; nothing else of the machine can be seen any more.
-
-    ``/tmp`` is mounted before the trees are shown, because an interpreter may live below it.
-    """
-    writable = f"{_STAGE}/tmp"
+    """A file system of ``trees``, read-only, and one writable folder; nothing else of the machine can be seen any more."""
+    writable = _STAGE + _HOME
     _mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_SKELETON_BYTES},mode=0755")
-    os.mkdir(writable)
-    _mount("tmpfs", writable, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={writable_bytes},mode=0777")
     for path in [*_SYSTEM, *_DEVICES, *trees]:
         _show(path)
-    _set_attributes(_STAGE, _AT_RECURSIVE, _MountAttributes(attr_set=_ATTR_READ_ONLY | _ATTR_NOSUID))
-    _set_attributes(writable, 0, _MountAttributes(attr_clr=_ATTR_READ_ONLY))
+    os.mkdir(writable)
+    if not os.path.exists(f"{_STAGE}/tmp"):  # it does where an interpreter lives below it
+        os.symlink(_HOME, f"{_STAGE}/tmp")
+    attributes = _MountAttributes(attr_set=_ATTR_READ_ONLY | _ATTR_NOSUID)
+    if _libc.syscall(_SYS_MOUNT_SETATTR, -100, _STAGE.encode(), _AT_RECURSIVE, ctypes.byref(attributes),
+                     ctypes.sizeof(attributes)):  # fmt: skip
+        raise OSError(ctypes.get_errno(), "mounts cannot be made read-only")
+    _mount("tmpfs", writable, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={writable_bytes},mode=0777")
     os.chdir(_STAGE)
     if _libc.syscall(_SYS_PIVOT_ROOT[os.uname().machine], b".", b".") or _libc.umount2(b".", _MNT_DETACH):
         raise OSError(ctypes.get_errno(), "the root cannot be changed")
-    os.chdir("/tmp")
-
-
-def _set_attributes(path: str, flags: int, attributes: _MountAttributes) -> None:
-    size = ctypes.sizeof(attributes)
-    if _libc.syscall(_SYS_MOUNT_SETATTR, -100, path.encode(), flags, ctypes.byref(attributes), size):
-        number = ctypes.get_errno()
-        raise OSError(number, f"the mount attributes cannot be set ({os.strerror(number)})", path)
+    os.chdir(_HOME)
 
 
 def _show(path: str) -> None:
