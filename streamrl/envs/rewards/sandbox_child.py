@@ -199,7 +199,7 @@ def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> N
 
 
 def _enter_new_root(trees: list[str], writable_bytes: int) -> None:
-    """A file system of ``trees``, read-only, and one writable folder; nothing else of the machine can be seen any more."""
+    """A file system of ``trees``, read-only, and one writable folder; nothing else of the machine can be seen."""
     writable = _STAGE + _HOME
     _mount("none", "/", "none", _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={_SKELETON_BYTES},mode=0755")
