@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Ring
 
 ATTACHED = ("env.play=attached", "env=ring_envs:Hangs")
 LONG = ("--steps", "100000")
@@ -21,7 +20,7 @@ LONG = ("--steps", "100000")
 class Attached:
     """One ``streamrl attach``; its lines are in a file."""
 
-    def __init__(self, ring: Ring, output: Path, *arguments: str, hang: Path | None = None) -> None:
+    def __init__(self, ring: Any, output: Path, *arguments: str, hang: Path | None = None) -> None:
         self._ring = ring
         self._output = output
         name, _, value = ring.mark.partition("=")
@@ -50,7 +49,7 @@ def attach(tmp_path: Path) -> Iterator[Callable[..., Attached]]:
     """Attach processes; those that still run at the end of the test are killed."""
     attached: list[Attached] = []
 
-    def start(ring: Ring, *arguments: str, hang: Path | None = None) -> Attached:
+    def start(ring: Any, *arguments: str, hang: Path | None = None) -> Attached:
         attached.append(Attached(ring, tmp_path / f"attached-{len(attached)}", *arguments, hang=hang))
         return attached[-1]
 
