@@ -122,8 +122,8 @@ class Episode:
         """
         try:
             prompt_ids, params = self._plan(transcript, [*transcript.tokens[:keep], *context], max_tokens, stop)
-        except Exception:
-            await asyncio.sleep(0)  # code that holds every exception and tries again must not hold the event loop
+        except Exception:  # any: user code that catches it and tries again must not hold the event loop
+            await asyncio.sleep(0)
             raise
         transcript.busy = True
         try:
