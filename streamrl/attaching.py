@@ -23,7 +23,7 @@ from streamrl.envs.attach.protocol import Closed, Welcome
 from streamrl.envs.environment import load_environment
 from streamrl.envs.gateway import FOLDER
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.runtime.folders import PROCESS_FILE
+from streamrl.runtime.folders import PROCESS_FILE, is_alive
 from streamrl.schema import Config, EnvConfig
 
 CONNECT_S = 10.0
@@ -72,7 +72,7 @@ class RunFolder:
     def lives(self) -> bool | None:
         """Whether its process lives; None where it runs on another machine."""
         process = json.loads((self.path / PROCESS_FILE).read_text())
-        return Path("/proc", str(process["pid"])).exists() if process["host"] == socket.gethostname() else None
+        return is_alive(process["pid"]) if process["host"] == socket.gethostname() else None
 
 
 class Urls:

@@ -26,7 +26,7 @@ class Tally:
         self._pending: dict[str, float] | None = None
         self._last_step_at = time.monotonic()
         self._statistics: dict[str, float] = {}
-        self._unreported: Evaluated | None = None
+        self._unreported: list[Evaluated] = []
         self.progress: Progress | None = None
         """How far a long preparation is; None once it is over."""
         self.parity: dict[str, Any] = {}
@@ -72,16 +72,22 @@ class Tally:
         self._pending = values
 
     def take_line(self) -> dict[str, float] | None:
-        """The held line, with the evaluation that came since, once."""
+        """The held line, with the newest evaluation up to its version, once.
+
+        A fast evaluator reports a version before the trainer reports its step: that one waits for its line.
+        """
         line, self._pending = self._pending, None
-        if line is not None and self._unreported is not None:
-            line |= {"eval/accuracy": self._unreported.accuracy, "eval/version": self._unreported.version}
-            self._unreported = None
+        if line is None:
+            return None
+        due = [evaluation for evaluation in self._unreported if evaluation.version <= line["version"]]
+        self._unreported = [evaluation for evaluation in self._unreported if evaluation not in due]
+        if due:
+            line |= {"eval/accuracy": due[-1].accuracy, "eval/version": due[-1].version}
         return line
 
     def evaluation(self, message: Evaluated) -> None:
         self.evaluations.append(message)
-        self._unreported = message
+        self._unreported.append(message)
 
     def evaluated(self, version: int) -> bool:
         return any(evaluation.version == version for evaluation in self.evaluations)

@@ -49,6 +49,15 @@ def create_run_folder(path: Path, config: Config) -> Path:
     return path
 
 
+def is_alive(pid: int | str) -> bool:
+    """Whether this machine's process ``pid`` runs; a dead one that nobody has waited for yet (a zombie) does not."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_bytes()
+    except OSError:
+        return False
+    return stat.rpartition(b") ")[2][:1] not in (b"Z", b"X")
+
+
 def create_socket_folder() -> str:
     """A new folder of mode 0700 with a short path. The spawner removes it, or the next run if that was killed too."""
     parent = tempfile.gettempdir()
@@ -64,7 +73,7 @@ def _sweep(parent: Path) -> None:
     """Remove socket folders of this user whose run is gone without a trace (all its processes killed at once)."""
     for owner in parent.glob(f"{_SOCKET_PREFIX}*/owner"):
         try:
-            gone = owner.stat().st_uid == os.getuid() and not Path("/proc", owner.read_text()).exists()
+            gone = owner.stat().st_uid == os.getuid() and not is_alive(owner.read_text())
         except OSError:
             continue  # removed by its own run meanwhile, or not ours
         if gone:

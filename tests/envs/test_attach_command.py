@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from streamrl.cli import main
 from streamrl.config import to_yaml
 from streamrl.envs.attach.protocol import Closed
 from streamrl.errors import ConfigError
-from streamrl.runtime.folders import create_run_folder
+from streamrl.runtime.folders import PROCESS_FILE, create_run_folder
 from streamrl.schema import Config
 
 
@@ -140,3 +142,14 @@ def test_the_report_counts_what_was_played_and_names_each_reason_once() -> None:
         "lease 1: 1 episodes failed: KeyError: 'a' (mine.py:3)",
         "detached after 3 leases: 4 episodes, mean reward 0.500, 2 failed; 1 leases were cut short",
     ]
+
+
+def test_a_run_is_gone_when_its_process_was_killed_and_nobody_waited_for_it_yet(run_dir: Path) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    (run_dir / PROCESS_FILE).write_text(json.dumps({"host": socket.gethostname(), "pid": killed.pid}))
+    run = RunFolder(run_dir, Config())
+    assert run.lives() is True
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is a zombie now
+    assert run.lives() is False
+    killed.wait()
