@@ -24,6 +24,31 @@ class EngineStatistics:
     busy_s: float
     """Seconds spent in forward passes and sampling."""
     version: int
+    kv_used: float = 0.0
+    """Share of the KV cache that is taken, in [0, 1]."""
+    preemptions: int = 0
+    """Requests that lost their KV cache to others and were computed again."""
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """How an engine really runs, as it was found and not as it was asked: what the parity gate judges (C7)."""
+
+    engine: str
+    """Name and version: ``vllm 0.32.0``."""
+    dtype: str
+    """Of the weights of the body."""
+    head_dtype: str
+    """Of the logits as the head's product came out, before any upcast."""
+    tied: bool
+    """Whether head and embedding are one parameter."""
+    logprobs: str
+    """``processed`` (after penalties, temperature and truncation, renormalised) or what else is returned."""
+    prefix_caching: bool = False
+    async_scheduling: bool = False
+    cascade_attention: bool = False
+    chunked_prefill: bool = False
+    kv: str = "keep"
 
 
 class Engine(Protocol):
@@ -59,6 +84,8 @@ class Engine(Protocol):
         ...
 
     def statistics(self) -> EngineStatistics: ...
+
+    def facts(self) -> EngineFacts: ...
 
     async def close(self) -> None:
         """Free the model; requests in flight end with ``asyncio.CancelledError``."""

@@ -39,11 +39,20 @@ def append_version(spans: VersionSpans, version: int, count: int = 1) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request samples. ``top_k=0`` and ``top_p=1.0`` switch truncation off; ``temperature=0`` is greedy."""
+    """How one request samples. ``temperature=0`` is greedy.
+
+    Order, as in vLLM: penalties on the logits, then temperature, min-p, top-k, top-p. ``top_k=0``, ``top_p=1.0`` and
+    ``min_p=0.0`` switch truncation off. The repetition penalty counts prompt and sampled tokens, presence and frequency
+    penalties sampled ones only.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     max_tokens: int = 64
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
