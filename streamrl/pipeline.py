@@ -16,6 +16,7 @@
     buffer     groups                leases, micro-batches   a request              producers and consumers
     store ×S   payloads              columns                 a request              producers and consumers
     rollouter  leases, weights       groups                  a lease (credit)       a published version
+    engine     weights, requests     continuations           a request              rollouters (rollouters_per_engine)
     scorer     answers               rewards                 a request              episodes (reward_model.name)
     reference  groups, to score      log-probs of π_ref      a request              rollouters (loss.kl.serve=engine)
     trainer    micro-batches         weights of version v+1  a full batch           groups_per_step groups
@@ -49,6 +50,7 @@ from streamrl.objective_checks import serves_reference
 from streamrl.runtime.folders import create_run_folder, create_socket_folder
 from streamrl.runtime.messages import Evaluated
 from streamrl.schema import Config
+from streamrl.sharing import engine_hosts
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,10 @@ def placement(config: Config) -> list[tuple[str, str, int]]:
     if serves_reference(config):
         rows.append(("reference", "localhost", config.engine.threads))
     rows += [(f"trainer-{rank}", "localhost", config.trainer.threads) for rank in range(config.trainers)]
-    rows += [(f"rollouter-{index}", "localhost", config.engine.threads) for index in range(config.rollouts)]
+    urls = [f"localhost, for {url}" for url in config.engine.urls] or ["localhost"] * engine_hosts(config)
+    rows += [(f"engine-{index}", host, config.engine.threads) for index, host in enumerate(urls)]
+    threads = 1 if urls else config.engine.threads
+    rows += [(f"rollouter-{index}", "localhost", threads) for index in range(config.rollouts)]
     if config.eval.tasks:
         rows.append(("evaluator", "localhost", 1))
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -51,16 +51,20 @@ class EngineFacts:
     kv: str = "keep"
 
 
-class Engine(Protocol):
-    """An inference engine inside the rollouter's process. All methods are called on the event loop."""
+class Sampler(Protocol):
+    """What episodes need of an engine. All methods are called on the event loop."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """Sample one continuation. Survives weight updates; cancelling the call frees its slot."""
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """An inference engine that this process holds, and gives weights to."""
 
     @property
     def version(self) -> int:
         """Policy version of the weights that serve now; -1 before the first commit."""
-        ...
-
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
-        """Sample one continuation. Survives weight updates; cancelling the call frees its slot."""
         ...
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
@@ -89,4 +93,13 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free the model; requests in flight end with ``asyncio.CancelledError``."""
+        ...
+
+
+@runtime_checkable
+class TellsDigests(Protocol):
+    """An engine that holds its weights under the names of ``Engine.load``, and can tell which they are."""
+
+    async def digests(self) -> dict[str, int]:
+        """``parity.weights.digest`` of every parameter as it is held now, by name."""
         ...

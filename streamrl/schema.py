@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamrl.sync_schema import SyncConfig
+
 
 @dataclass
 class EnvConfig:
@@ -61,7 +63,10 @@ class ModelConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Fields of the transformers config that a built model changes."""
     dtype: str = "float32"
-    """Parameter dtype of the trainer and the embedded engine; only ``float32`` so far."""
+    """What the model computes in and its weights travel in, in trainer and engines: ``float32`` or ``bfloat16``. The
+    trainer's own weights, gradients and optimizer are float32 in any case (docs/numerics.md)."""
+    head_dtype: str = "float32"
+    """Of the logits, in trainer and engines: ``float32``, or ``bfloat16`` with a body in it."""
     max_length: int = 512
     """Longest trajectory in tokens, prompt included."""
     tool_format: str = "auto"
@@ -75,19 +80,42 @@ class ModelConfig:
 @dataclass
 class EngineConfig:
     name: str = "embedded"
+    """``embedded``, ``vllm`` or ``sglang`` (docs/engines.md)."""
+    python: str = ""
+    """Interpreter of the actors that hold an engine, where it has an environment of its own. Empty: the run's."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the engine, by its own names; one that a setting of streamrl decides is refused."""
+    prefix_caching: bool = False
+    """Reuse the KV cache of equal beginnings among requests of the same version (vLLM and SGLang)."""
+    async_scheduling: bool = False
+    """Schedule the next step while the last one computes (vLLM and SGLang)."""
+    tensor_parallel: int = 1
+    """Devices that one copy of the model is split over, layer by layer."""
+    pipeline_parallel: int = 1
+    """Devices that the layers of one copy are dealt to."""
+    data_parallel: int = 1
+    """Copies of the model in one engine."""
     slots: int = 64
     """Sequences decoded at once."""
     kv: str = "keep"
     """KV cache of requests in flight at a weight update: ``keep`` (stale KV stays) or ``recompute``."""
     threads: int = 1
-    """torch threads of each rollouter."""
+    """torch threads of each engine."""
+    device: str = "cpu"
+    """Of the embedded engine: ``cpu`` or ``cuda:N``, the same one for all engines of a host."""
+    urls: list[str] = field(default_factory=list)
+    """Servers that run already (``http://HOST:PORT``), shared by all rollouters, instead of engines of the run."""
 
 
 @dataclass
 class SamplingConfig:
     temperature: float = 1.0
     top_k: int = 0
+    """Only the most likely tokens, so many; 0: all."""
     top_p: float = 1.0
+    """Only the most likely tokens that together have this probability; 1: all."""
+    min_p: float = 0.0
+    """Only tokens at least this times as likely as the most likely one; 0: all."""
     max_tokens: int = 64
     """Sampled tokens of one turn at most."""
 
@@ -300,13 +328,6 @@ class TrainerConfig:
 
 
 @dataclass
-class SyncConfig:
-    bucket_bytes: int = 64 << 20
-    timeout_s: float = 60.0
-    """Seconds a rollouter may take to stage or commit a version before it is declared dead."""
-
-
-@dataclass
 class EvalConfig:
     every: int = 10
     """Optimizer steps between greedy evaluations of the held-out tasks; 0: only the first and the last version."""
@@ -346,10 +367,16 @@ class Config:
     trainers: int = 1
     rollouts: int = 1
     """Rollouters."""
+    rollouters_per_engine: int = 0
+    """0: each rollouter holds an engine. N: engines in processes of their own, one for every N rollouters, and every
+    rollouter samples from all of them."""
     max_lag: int = 1
     """Versions that a trained token may lag behind the trainer (C1). 0 is exact on-policy, 1 one-step-off."""
     on_stale: str = "mask"
     """What happens to a group with tokens over the bound: ``mask``, ``evict`` or ``wait`` (C1)."""
+    parity: str = "gate"
+    """Where engines and trainer disagree on log-probs before training (C7): ``gate`` ends the run with exit code 3,
+    ``warn`` trains all the same and flags every metrics line."""
     env: EnvConfig = field(default_factory=EnvConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import math
+import re
 
+from streamrl.engine_checks import check_engine
 from streamrl.errors import ConfigError
 from streamrl.objective_checks import check_objective
 from streamrl.schema import Config
+from streamrl.sharing import check_sharing, engine_hosts
+from streamrl.sync_checks import check_sync, choose_transport
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "on_stale": ("mask", "evict", "wait"),
+    "parity": ("gate", "warn"),
     "env.play": ("anywhere", "attached"),
-    "engine.name": ("embedded",),
+    "engine.name": ("embedded", "vllm", "sglang"),
     "engine.kv": ("keep", "recompute"),
-    "model.dtype": ("float32",),
+    "model.dtype": ("float32", "bfloat16"),
+    "model.head_dtype": ("float32", "bfloat16"),
     "model.tool_format": ("auto", "compact", "hermes", "pythonic", "llama_json"),
     "group.on_straggler": ("wait", "close"),
     "queue.backend": ("zmq", "nixl"),
     "queue.transport": ("ipc", "tcp"),
     "buffer.fsync": ("always", "interval", "never"),
     "buffer.keep": ("live", "all"),
+    "sync.transport": ("auto", "shm", "zmq", "collective", "disk"),
+    "sync.encoding": ("full", "delta"),
+    "sync.stage": ("host", "none"),
+    "sync.commit": ("together", "rolling"),
+    "sync.on_mismatch": ("stop", "rollback"),
     "trainer.schedule": ("constant", "linear", "cosine"),
     "wandb.name": ("offline", "online", "disabled"),
 }
@@ -28,6 +39,7 @@ MINIMA: dict[str, float] = {
     "steps": 1,
     "trainers": 1,
     "rollouts": 1,
+    "rollouters_per_engine": 0,
     "max_lag": 0,
     "env.timeout_s": 0.001,
     "env.max_failures": 1,
@@ -35,6 +47,9 @@ MINIMA: dict[str, float] = {
     "model.warmup.steps": 0,
     "model.warmup.batch": 1,
     "engine.slots": 1,
+    "engine.tensor_parallel": 1,
+    "engine.pipeline_parallel": 1,
+    "engine.data_parallel": 1,
     "engine.threads": 1,
     "sampling.top_k": 0,
     "sampling.max_tokens": 1,
@@ -61,6 +76,8 @@ MINIMA: dict[str, float] = {
     "trainer.threads": 1,
     "sync.bucket_bytes": 256,
     "sync.timeout_s": 0.001,
+    "sync.anchor_every": 1,
+    "sync.canary_every": 0,
     "eval.every": 0,
     "eval.tasks": 0,
     "gateway.port": 0,
@@ -87,6 +104,11 @@ def lookup(config: Config, key: str) -> object:
 
 def validate(config: Config) -> Config:
     """``config`` unchanged, or ``ConfigError`` with the first thing that is wrong and the way out."""
+    if config.model.dtype == "float16":
+        raise ConfigError(
+            "model.dtype=float16: gradients underflow without loss scaling, which the trainer does not do; "
+            "set model.dtype=bfloat16"
+        )
     for key, choices in CHOICES.items():
         value = lookup(config, key)
         if value not in choices:
@@ -102,17 +124,27 @@ def validate(config: Config) -> Config:
         if not 0 < value < math.inf:
             raise ConfigError(f"{key}={value}: must be positive and finite")
     _check_relations(config)
+    check_engine(config)
+    check_sharing(config)
+    check_sync(config)
     check_objective(config)
     return config
 
 
 def _check_relations(config: Config) -> None:
     sampling, group, trainer = config.sampling, config.group, config.trainer
-    if sampling.top_k != 0 or sampling.top_p != 1.0:
+    if not (0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1):
         raise ConfigError(
-            f"sampling.top_k={sampling.top_k}, sampling.top_p={sampling.top_p}: the trainer does not replay truncated "
-            "sampling, so its log-probs would not be the sampler's; train with sampling.top_k=0 sampling.top_p=1.0"
+            f"sampling.top_p={sampling.top_p}, sampling.min_p={sampling.min_p}: expected 0 < top_p ≤ 1 and "
+            "0 ≤ min_p ≤ 1; sampling.top_p=1.0 and sampling.min_p=0.0 switch them off"
         )
+    if config.model.head_dtype != "float32" and config.model.dtype == "float32":
+        raise ConfigError(
+            f"model.head_dtype={config.model.head_dtype} with model.dtype=float32 would round logits that nothing else "
+            "rounds; set model.head_dtype=float32, or model.dtype=bfloat16"
+        )
+    if not re.fullmatch(r"cpu|cuda:\d+", config.engine.device):
+        raise ConfigError(f"engine.device={config.engine.device}: expected cpu or cuda:N, such as cuda:0")
     if sampling.max_tokens >= config.model.max_length:
         raise ConfigError(
             f"sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in "
@@ -194,7 +226,8 @@ def derived_bounds(config: Config) -> dict[str, object]:
         "groups in flight or ready, at most": outstanding,
         "trajectories per optimizer step": config.group.per_step * config.group.size,
         "lag of a trained token, at most (versions)": config.max_lag,
-        "sequences decoded at once, at most": config.rollouts * config.engine.slots,
+        "sequences decoded at once, at most": (engine_hosts(config) or config.rollouts) * config.engine.slots,
         "trajectory tokens outstanding, at most": outstanding * config.group.size * config.model.max_length,
+        "weights travel by": " – ".join(choose_transport(config)),
         "seconds without progress until the run ends": config.liveness.no_progress_s,
     }

@@ -6,7 +6,6 @@ weights, so it may be slow without slowing the ring.
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import time
 from collections.abc import Callable
@@ -14,10 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from streamrl import errors
-from streamrl.actors.probe import ParityGate
 from streamrl.monitor.recorder import Recorder
 from streamrl.monitor.tally import Tally
 from streamrl.objective_checks import serves_reference, serves_start
+from streamrl.parity import table
+from streamrl.parity.gate import ParityGate
+from streamrl.parity.records import Asked
+from streamrl.parity.verdict import Verdict, summary_of
 from streamrl.runtime.actor import State
 from streamrl.runtime.membership import Member
 from streamrl.runtime.messages import (
@@ -31,9 +33,11 @@ from streamrl.runtime.messages import (
     HolderLost,
     Members,
     Message,
+    Probed,
     Progress,
     Ready,
     Scored,
+    ScoreProbe,
     Start,
     Statistics,
     Stepped,
@@ -42,6 +46,7 @@ from streamrl.runtime.messages import (
 )
 from streamrl.runtime.supervisor import Supervisor
 from streamrl.schema import Config
+from streamrl.sharing import engine_holder, engine_hosts
 
 
 class Controller(Supervisor):
@@ -53,7 +58,9 @@ class Controller(Supervisor):
         super().__init__(config, run_dir, ipc_dir, recorder.event, on_change)
         self.tally = Tally(config)
         self._recorder = recorder
-        self._gate = ParityGate(config.model.dtype)
+        self._gate = ParityGate(config)
+        self._holder = engine_holder(config)
+        """Kind of the actors that weights go to."""
         self._lost_holders: list[str] = []
         """Every rollouter that died, by the name of its leases."""
 
@@ -90,6 +97,7 @@ class Controller(Supervisor):
     async def _assemble(self) -> None:
         services = [await self._spawn("reference", "reference", 0)] if serves_reference(self.config) else []
         services += [await self._spawn("scorer", "scorer", 0)] if self.config.reward_model.name else []
+        services += [await self._spawn("engine", f"engine-{i}", i) for i in range(engine_hosts(self.config))]
         await self._start_queue()
         await self._until_ready(services)  # as the queue: before whoever talks to them
         self._endpoints |= {member.spec.name: member.endpoint for member in services}
@@ -121,7 +129,9 @@ class Controller(Supervisor):
 
     async def _drain(self) -> None:
         """Producers first, the buffer last: its final statistics then count everything."""
-        for kinds in (("rollouter", "evaluator", "trainer"), ("buffer",), ("store", "reference", "scorer")):
+        for kinds in (
+            ("rollouter", "evaluator", "trainer"), ("buffer",), ("store", "reference", "scorer", "engine"),
+        ):  # fmt: skip
             members = [member for member in self.membership.live() if member.spec.kind in kinds]
             for member in members:
                 await self._send(member, Stop())
@@ -134,24 +144,27 @@ class Controller(Supervisor):
     # Members ----------------------------------------------------------------------------------------------------------
 
     def _replaceable(self, kind: str) -> bool:
-        stateless = ("rollouter", "reference", "scorer")
+        stateless = ("rollouter", "engine", "reference", "scorer")
         return kind in stateless or (kind in ("buffer", "store") and self.config.buffer.journal)
 
     async def _bereaved(self, member: Member) -> None:
         if member.spec.kind == "rollouter":
             self._lost_holders.append(member.spec.holder)
             await self._send_to("buffer", HolderLost(holder=member.spec.holder))
+            for engine in self.membership.live("engine"):
+                await self._send(engine, HolderLost(holder=member.spec.holder))
+        if member.spec.kind == self._holder:
             await self._membership_changed()
 
     async def _replaced(self, member: Member) -> None:
-        if member.spec.kind == "rollouter":
+        if member.spec.kind == self._holder:
             await self._membership_changed()
         if member.spec.kind == "buffer":  # it may have been dead when it should have heard of them
             for holder in self._lost_holders:
                 await self._send_to("buffer", HolderLost(holder=holder))
 
     async def _membership_changed(self) -> None:
-        rollouters = [m.spec.name for m in self.membership.live("rollouter") if m.state is not State.STARTING]
+        rollouters = [m.spec.name for m in self.membership.live(self._holder) if m.state is not State.STARTING]
         observers = [m.spec.name for m in self.membership.live("evaluator")]
         await self._send_to("trainer-0", Members(rollouters=rollouters, observers=observers))
 
@@ -185,8 +198,16 @@ class Controller(Supervisor):
                 self._recorder.event(
                     "evaluated", {"version": message.version, "accuracy": message.accuracy}, name, pid, host
                 )
+            case Probed():
+                self._gate.add(name, message.report)
+                if (rows := self._gate.ask(self._probed_engines())) is not None:
+                    self._ask_trainers(rows)
             case Scored():
-                self._scored(member, message)
+                match self._gate.answer(message.report):
+                    case Verdict() as verdict:
+                        self._judged(verdict)
+                    case rows:
+                        self._ask_trainers(rows)
             case Unresponsive():
                 self._recorder.event("rollouter_unresponsive", {"waited_for": message.waited_for}, message.member)
                 self._spawner.signal(message.member, signal.SIGKILL)
@@ -208,26 +229,30 @@ class Controller(Supervisor):
         self.record_pending()
         self.tally.step(message, self.membership, time.monotonic() - self._recorder.started)
 
-    def _scored(self, member: Member, message: Scored) -> None:
-        """Open the queue once trainer and engines agree on version 0, or end the run (C7)."""
-        engines = self.membership.of("rollouter")
+    def _probed_engines(self) -> list[str]:
+        """Whose log-probs the parity gate compares with the trainer's."""
+        engines = self.membership.of(self._holder)
         if serves_start(self.config):
             engines += self.membership.of("reference")
-        verdict = self._gate.add(member.spec.name, message, [m.spec.name for m in engines])
-        if verdict is None:
-            return
-        numbers = dataclasses.asdict(verdict)
-        self.tally.parity = {"numerics": numbers}
-        self._recorder.event("gate_passed" if verdict.passed else "gate_failed", {"gate": "numerics"} | numbers)
-        if verdict.passed:
-            self._background(self._send_to("trainer-0", GatePassed()))
-            return
-        self._fail(
-            errors.ParityError(
-                f"parity gate numerics: engine and trainer log-probs differ by rms {verdict.rms:.2e} on the probe, "
-                f"model.dtype={self.config.model.dtype} allows {verdict.limit:.0e}; not training on wrong log-probs"
-            )
-        )
+        return [member.spec.name for member in engines]
+
+    def _ask_trainers(self, rows: list[Asked]) -> None:
+        for member in self.membership.of("trainer"):
+            self._background(self._send(member, ScoreProbe(rows=rows)))
+
+    def _judged(self, verdict: Verdict) -> None:
+        """Open the queue once trainer and engines agree on version 0, or end the run (C7)."""
+        self.tally.verdict = verdict
+        for gate, numbers in summary_of(verdict).items():
+            self._recorder.event(f"gate_{numbers['verdict']}", {"gate": gate, **numbers})
+        if not verdict.passed and self.config.parity == "gate":
+            self._fail(errors.ParityError(table.reason(verdict)))
+        else:
+            self._open_queue()
+
+    def _open_queue(self) -> None:
+        for member in self.membership.of("trainer"):
+            self._background(self._send(member, GatePassed()))
 
     def record_pending(self) -> None:
         """Write the newest step; it was held back for an evaluation of its version."""

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from streamrl.engines.concurrency import Concurrency
 from streamrl.envs.attach.agent import AgentGone
 from streamrl.envs.group import GroupResult
+from streamrl.errors import EngineLost
 from streamrl.types import Lease
 
 
@@ -62,15 +64,15 @@ class Dispatch:
         leases: Leases,
         runner: Runner,
         desk: Desk,
-        most: int,
+        own: Concurrency,
         deliver: Deliver,
         waiting: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        """``most``: groups that ``runner`` has under way at once; 0: only attached processes play."""
+        """``own``: groups that ``runner`` has under way at once; 0: only attached processes play."""
         self._leases = leases
         self._runner = runner
         self._desk = desk
-        self._most = most
+        self._own = own
         self._deliver = deliver
         self._waiting = waiting
         self._groups = 0
@@ -87,7 +89,7 @@ class Dispatch:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 self._room.clear()
-                room = max(0, self._most - self._groups) + self._desk.free
+                room = max(0, self._own.limit - self._groups) + self._desk.free
                 idle = not self._groups and not self._desk.taken
                 if not room:
                     with self._waiting("an attached agent: env.play=attached, and none is there" if idle else ""):
@@ -101,7 +103,7 @@ class Dispatch:
     async def _begin(self, lease: Lease, tasks: asyncio.TaskGroup) -> None:
         if (worker := self._desk.take()) is not None:
             tasks.create_task(self._attached_group(lease, worker))
-        elif self._most:
+        elif self._own.limit:
             self._groups += 1
             tasks.create_task(self._own_group(lease))
         else:  # whoever it was for left while it was on its way
@@ -110,6 +112,7 @@ class Dispatch:
     async def _own_group(self, lease: Lease) -> None:
         await self._group(lease, self._runner, attached=False)
         self._groups -= 1
+        self._own.group_ended(self._groups)
         self._room.set()
 
     async def _attached_group(self, lease: Lease, worker: Worker) -> None:
@@ -128,4 +131,7 @@ class Dispatch:
             if not deadline.expired():
                 raise  # of the engine
             return  # the buffer counts the expired lease and issues its prompt again
+        except EngineLost:
+            await self._leases.give_back(lease.id, lost=True)
+            return
         await self._deliver(lease, result, attached=attached)

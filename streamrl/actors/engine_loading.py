@@ -1,20 +1,61 @@
-"""From settings to a running engine."""
+"""From settings to a running engine: one entry per ``engine.name``."""
 
 from __future__ import annotations
 
 import asyncio
 
-from streamrl.engines.embedded import EmbeddedEngine
-from streamrl.policy.model import load_model, load_tokenizer
+from streamrl.ports import Engine
 from streamrl.schema import Config
 
 
-async def load_engine(config: Config, model_folder: str) -> EmbeddedEngine:
+async def load_engine(config: Config, model_folder: str, url: str = "", scratch: str | None = None) -> Engine:
     """The engine that ``config.engine`` names, started, with the architecture in ``model_folder``.
 
-    It serves version -1 until the first weights are loaded.
+    ``scratch``: a folder for sockets of the engine's processes, removed with the run; None: the engine makes its own.
+
+    ``url``: of a running server, instead of an engine of the run. A run on servers (``engine.urls``) keeps an embedded
+    engine for whatever else needs one.
+
+    It serves version -1 until the first weights are loaded. Raises ``ConfigError`` where the engine's package is
+    missing, or cannot run the model.
     """
-    model = await asyncio.to_thread(load_model, model_folder, config.model.dtype)
+    match "embedded" if config.engine.urls and not url else config.engine.name:
+        case "embedded":
+            return await load_embedded(config, model_folder)
+        case "vllm":
+            from streamrl.engines.vllm.engine import VllmEngine
+
+            return await VllmEngine.start(config, model_folder, scratch)
+        case "sglang":
+            from streamrl.engines.sglang.engine import SglangEngine
+
+            return await SglangEngine.start(config, model_folder, url)
+        case name:
+            raise AssertionError(f"engine.name={name} passed validation and has no engine")
+
+
+async def load_frozen_engine(config: Config, model_folder: str, scratch: str | None = None) -> Engine:
+    """As ``load_engine``; it serves the weights in ``model_folder`` as version 0."""
+    from streamrl.policy.model import load_model
+
+    engine = await load_engine(config, model_folder, scratch=scratch)
+    try:
+        model = await asyncio.to_thread(load_model, model_folder, config.model.dtype)
+        await engine.pause()
+        await engine.load(0, dict(model.named_parameters()))
+        await engine.resume()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+async def load_embedded(config: Config, model_folder: str) -> Engine:
+    """An embedded engine that serves the weights in ``model_folder`` as version -1."""
+    from streamrl.engines.embedded import EmbeddedEngine
+    from streamrl.policy.model import load_model, load_tokenizer
+
+    model = await asyncio.to_thread(load_model, model_folder, config.model.dtype, config.engine.device)
     tokenizer = await asyncio.to_thread(load_tokenizer, model_folder)  # the engine's own: its thread reads with it
 
     def decode(token_ids: list[int]) -> str:
@@ -26,6 +67,7 @@ async def load_engine(config: Config, model_folder: str) -> EmbeddedEngine:
         max_length=config.model.max_length,
         kv=config.engine.kv,
         threads=config.engine.threads,
+        head_dtype=config.model.head_dtype,
         decode=decode,
     )
     await engine.start()

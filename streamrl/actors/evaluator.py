@@ -19,7 +19,7 @@ from streamrl.envs.split import Split
 from streamrl.policy.model import load_tokenizer
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import Evaluated
-from streamrl.sync.subscriber import Observer
+from streamrl.sync.observer import Observer
 
 SHOWN_ANSWERS = 8
 """Answers that travel with a result, for people to look at."""
@@ -31,13 +31,15 @@ class Evaluator(Actor):
         split = Split.of(load_environment(self.config), self.config)
         self.cleanup.push_async_callback(split.environment.close)
         self._tasks = split.held_out(self.config.eval.tasks)
-        self._engine = await load_engine(self.config, self.spec.model)
+        self._engine = await load_engine(self.config, self.spec.model, scratch=self.spec.ipc_dir)
         self.cleanup.push_async_callback(self._engine.close)
         gateway = Gateway(self.config.gateway, self.config.rollouts)
         await gateway.start()
         self.cleanup.push_async_callback(gateway.stop)
         self._runner = GroupRunner(split, self._engine, load_tokenizer(self.spec.model), self.config, gateway)
-        self._observer = Observer(self.spec.endpoint("sync"), self.spec.name, self.emit)
+        self._observer = Observer(
+            self.spec.endpoint("sync"), self.spec.name, self.emit, timeout_s=self.config.sync.timeout_s
+        )
         return {"held_out": len(self._tasks)}
 
     async def run(self) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.actors.engine_loading import load_engine
-from streamrl.actors.probe import probe_tokens
+from streamrl.actors.engine_loading import load_frozen_engine
+from streamrl.actors.holding import make_probe
 from streamrl.actors.queue_wiring import bind_address, link_keys
 from streamrl.buffers.links.link_zmq import ClientLink
 from streamrl.buffers.queue.message_server import Asker, MessageServer, OnEvent, OnFatal
@@ -27,7 +27,7 @@ from streamrl.objective_checks import serves_reference, serves_start
 from streamrl.policy.reference import REFERENCE
 from streamrl.ports import Engine
 from streamrl.runtime.actor import Actor, ActorSpec
-from streamrl.runtime.messages import Scored
+from streamrl.runtime.messages import Probed
 from streamrl.types import Group
 
 PLANE = "reference"
@@ -38,7 +38,8 @@ class Reference(Actor):
     async def setup(self) -> dict[str, Any]:
         kl = self.config.loss.kl
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._engine = await load_engine(self.config, self.spec.model if kl.reference == "initial" else kl.reference)
+        folder = self.spec.model if kl.reference == "initial" else kl.reference
+        self._engine = await load_frozen_engine(self.config, folder, self.spec.ipc_dir)
         self.cleanup.push_async_callback(self._engine.close)
         self._server = ReferenceServer(
             bind_address(self.spec, PLANE), self._engine, self.config.sampling.temperature, RealClock(), self.emit,
@@ -58,9 +59,8 @@ class Reference(Actor):
 
     async def _report_probe(self) -> None:
         """The start is version 0, so that the parity gate holds this engine against the trainer too (C7)."""
-        temperature = self.config.sampling.temperature
-        rows = [await self._engine.score(row, temperature) for row in probe_tokens(self.spec.model, self.config)]
-        self.send(Scored(version=0, logprobs=[float(x) for row in rows for x in row]))
+        with self.waiting("the engine to answer the parity probe"):
+            self.send(Probed(report=await make_probe(self.spec, self._engine).report_scores()))
 
 
 class ReferenceServer(MessageServer):

@@ -20,16 +20,19 @@ from streamrl.buffers.offer import Planner
 from streamrl.buffers.replay import rank_batch, recorded_steps
 from streamrl.policy.learner import Learner
 from streamrl.policy.model import load_model
-from streamrl.policy.parallel import close_ranks, init_ranks
+from streamrl.policy.parallel import close_ranks, init_ranks, rank_device
+from streamrl.policy.precision import MASTER_DTYPE, as_sent
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import Stepped
-from streamrl.sync.arena import Arena, describe
+from streamrl.sync.arena import Filling, describe
 from streamrl.sync.digest import weights_digest
+from streamrl.sync.gather import gather
 from streamrl.sync.manifest import plan_manifest
+from streamrl.sync.staging import bucket_of, digest_of, slot_memory
 
 
 class Replayer(Actor):
-    _arena: Arena | None = None
+    _memory: memoryview | None = None
     """On rank 0 only: the digest of a version is over the bytes that a publisher would have sent."""
 
     async def setup(self) -> dict[str, Any]:
@@ -37,17 +40,16 @@ class Replayer(Actor):
         self.cleanup.callback(self._worker.shutdown, wait=False, cancel_futures=True)
         self.cleanup.callback(close_ranks)
         await self.blocking(self._worker, self._build)
-        if self._arena is not None:
-            self.cleanup.callback(self._arena.close)
         return {"parameters": sum(parameter.numel() for parameter in self._learner.model.parameters())}
 
     def _build(self) -> None:
         config = self.config
         torch.set_num_threads(config.trainer.threads)
         mesh = init_ranks(self.spec.index, config.trainers, f"{self.spec.ipc_dir}/ranks", config.liveness.no_progress_s)
-        model = load_model(self.spec.model, config.model.dtype)
+        model = load_model(self.spec.model, MASTER_DTYPE, rank_device(self.spec.index))
+        self._manifest = plan_manifest(describe(as_sent(model, config.model.dtype)), config.sync.bucket_bytes)
         if self.spec.index == 0:
-            self._arena = Arena(plan_manifest(describe(model.named_parameters()), config.sync.bucket_bytes))
+            self._memory = slot_memory(self._manifest)
         self._learner = Learner(config, model, mesh)
         self._planner = Planner(config, *estimators(config))
         self._plan = ReplayPlan.load(Path(self.spec.run_dir))
@@ -58,7 +60,7 @@ class Replayer(Actor):
         for step in range(1, self._plan.steps + 1):
             metrics, digest = await self.blocking(self._worker, partial(self._step, step))
             self._tell(step, digest)
-            if self._arena is not None:
+            if self._memory is not None:
                 self.send(Stepped(step=step, version=step, metrics=metrics))
         return {}
 
@@ -76,12 +78,19 @@ class Replayer(Actor):
 
     def _digest(self, version: int) -> str:
         """Of the whole weights; empty on ranks that only give their shards. Collective."""
-        parameters = self._learner.full_parameters()
-        if self._arena is not None:
-            return weights_digest(self._arena.manifest, self._arena.write(version, parameters))
-        for _ in parameters:  # the collective needs every rank
-            pass
-        return ""
+        memory, manifest, parameters = self._memory, self._manifest, self._learner.model.named_parameters()
+        if memory is None:
+            gather(parameters, manifest, None)
+            return ""
+        digests: dict[int, int] = {}
+
+        def digest(index: int) -> None:
+            digests[index] = digest_of(bucket_of(manifest, memory, index))
+
+        filling = Filling(manifest, memory, digest)
+        gather(parameters, manifest, filling)
+        filling.finish(version)
+        return weights_digest(manifest, [digests[index] for index in sorted(digests)])
 
     def _tell(self, version: int, digest: str) -> None:
         if digest:

@@ -2,7 +2,8 @@
 
 Consumes leases and weights; produces groups; waits for a lease (unblocked by a published version), for an attached
 agent (where only those play) and for the buffer to take responsibility for each group. It holds one engine, which goes
-on decoding while weights are staged, and a gateway, through which agents outside of this process play.
+on decoding while weights are staged, or shares some with others (``engine_host.py``); and a gateway, through which
+agents outside of this process play.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.actors.dispatch import Dispatch
+from streamrl.actors.engine_host import make_pool
 from streamrl.actors.engine_loading import load_engine
-from streamrl.actors.probe import probe_tokens
+from streamrl.actors.holding import Holding
 from streamrl.actors.queue_wiring import make_producer
 from streamrl.actors.reference import make_reference
 from streamrl.actors.scorer import connect_scorer
+from streamrl.engines.concurrency import Concurrency
+from streamrl.engines.pool import EnginePool
 from streamrl.envs.attach.desk import AttachDesk
 from streamrl.envs.attach.protocol import Welcome
 from streamrl.envs.environment import load_environment
@@ -26,9 +30,9 @@ from streamrl.envs.group import GroupResult, GroupRunner
 from streamrl.envs.split import Split
 from streamrl.errors import WireError
 from streamrl.policy.model import load_tokenizer
+from streamrl.ports import Engine
 from streamrl.runtime.actor import Actor, State
-from streamrl.runtime.messages import Scored
-from streamrl.sync.subscriber import Subscriber
+from streamrl.sharing import engine_hosts
 from streamrl.types import Lease
 
 PREFETCH = 1.25
@@ -41,7 +45,7 @@ class Rollouter(Actor):
         connect_scorer(self.spec)
         split = Split.of(load_environment(self.config), self.config)
         self.cleanup.push_async_callback(split.environment.close)
-        self._engine = await load_engine(self.config, self.spec.model)
+        self._engine = await self._open_engine()
         self.cleanup.push_async_callback(self._engine.close)
         self._tokenizer = load_tokenizer(self.spec.model)
         self._gateway = Gateway(self.config.gateway, self.spec.index)
@@ -50,21 +54,31 @@ class Rollouter(Actor):
         self._reference = make_reference(self.spec)
         if self._reference is not None:
             self.cleanup.callback(self._reference.close)
-        self._subscriber = Subscriber(self.spec.endpoint("sync"), self.spec.name, self._engine, self.emit)
         self._desk = AttachDesk(split, self._make_runner, self._welcome(split), self.emit)
         self._dispatch = self._make_dispatch(split)
         self._desk.changed = self._dispatch.changed
         await self._open_gateway()
         return {"engine": self.config.engine.name, "slots": self.config.engine.slots, "gateway": self._gateway.url}
 
+    async def _open_engine(self) -> Engine | EnginePool:
+        """An engine of its own, or those that it shares."""
+        self._shared = make_pool(self.spec, self.waiting)
+        if self._shared is not None:
+            return self._shared
+        engine = await load_engine(self.config, self.spec.model, scratch=self.spec.ipc_dir)
+        self._holding = Holding(self, engine)
+        return engine
+
     def _make_runner(self, split: Split) -> GroupRunner:
         return GroupRunner(split, self._engine, self._tokenizer, self.config, self._gateway)
 
     def _make_dispatch(self, split: Split) -> Dispatch:
-        only_attached = self.config.env.play == "attached"
-        most = 0 if only_attached else math.ceil(PREFETCH * self.config.engine.slots / self.config.group.size)
+        config = self.config
+        slots = config.engine.slots * (engine_hosts(config) or config.rollouts) / config.rollouts
+        most = 0 if config.env.play == "attached" else math.ceil(PREFETCH * slots / config.group.size)
+        self._concurrency = Concurrency(most, self._engine.statistics)
         runner = self._make_runner(split)
-        return Dispatch(self._producer, runner, self._desk, most, self._deliver, self.waiting)
+        return Dispatch(self._producer, runner, self._desk, self._concurrency, self._deliver, self.waiting)
 
     def _welcome(self, split: Split) -> Welcome:
         """What the run tells a process that attaches."""
@@ -94,10 +108,10 @@ class Rollouter(Actor):
 
     async def run(self) -> dict[str, Any]:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._subscriber.run())
-            with self.waiting("the first weights"):
-                await self._subscriber.wait_version(0)
-            await self._report_probe()
+            if self._shared is not None:
+                tasks.create_task(self._shared.follow())
+            else:
+                await self._holding.begin(tasks)
             await self._dispatch.run()
         return {}
 
@@ -123,14 +137,8 @@ class Rollouter(Actor):
         except WireError as error:  # what user code made of the group does not fit its lease
             await self._producer.fail(lease.id, str(error), "")
 
-    async def _report_probe(self) -> None:
-        temperature = self.config.sampling.temperature
-        rows = [await self._engine.score(row, temperature) for row in probe_tokens(self.spec.model, self.config)]
-        self.send(Scored(version=self._engine.version, logprobs=[float(x) for row in rows for x in row]))
-
     def gauges(self) -> dict[str, float]:
         if self.state is State.STARTING:
             return {}
-        statistics = self._engine.statistics()
-        own = {"generated_tokens": float(statistics.generated_tokens), "busy_s": statistics.busy_s}
-        return own | self._producer.statistics()
+        engine = self._holding.gauges() if self._shared is None else {}
+        return engine | {"engine/groups": float(self._concurrency.limit)} | self._producer.statistics()

@@ -1,8 +1,9 @@
 """A trainer rank: batch → optimizer step → acknowledge → publish, until the last step.
 
 Consumes micro-batches; produces policy version v+1 from v; waits for a full batch (unblocked by the groups of
-rollouters) and, on rank 0, for the previous version to be acknowledged by every rollouter. Version v travels while
-step v+1 is computed; ``max_lag`` decides how far rollouters may fall behind.
+rollouters) and, on rank 0, for the previous version to be acknowledged by every rollouter. Version v+1 is gathered
+while the next batch is waited for, bucket after bucket, and travels while the next step is computed: the gather and the
+step's collectives keep their order, as one thread runs both. ``max_lag`` decides how far rollouters may fall behind.
 """
 
 from __future__ import annotations
@@ -10,36 +11,51 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from streamrl.actors.probe import probe_tokens
 from streamrl.actors.queue_wiring import make_consumer
+from streamrl.errors import ParityError
+from streamrl.parity.records import Asked
 from streamrl.policy.learner import Learner
 from streamrl.policy.model import load_model
-from streamrl.policy.parallel import close_ranks, init_ranks
+from streamrl.policy.parallel import close_ranks, init_ranks, rank_device
+from streamrl.policy.parity import answer
+from streamrl.policy.precision import MASTER_DTYPE, as_sent
 from streamrl.runtime.actor import Actor
-from streamrl.runtime.messages import GatePassed, Members, Message, Scored, Stepped, Unresponsive
-from streamrl.sync.arena import describe
+from streamrl.runtime.messages import GatePassed, Members, Message, Scored, ScoreProbe, Stepped, Unresponsive
+from streamrl.sync.arena import Filling, describe
+from streamrl.sync.canary import canary_row
+from streamrl.sync.content import Content
+from streamrl.sync.gather import gather
 from streamrl.sync.manifest import plan_manifest
 from streamrl.sync.publisher import Publisher
+from streamrl.sync.slab import Slab
+from streamrl.sync_checks import choose_transport
 from streamrl.types import RankBatch
 
 
 class Trainer(Actor):
     _publisher: Publisher | None = None
     """On rank 0 only."""
+    _rejections = 0
+    """Versions in a row that a canary rejected."""
 
     async def setup(self) -> dict[str, Any]:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._members = asyncio.Event()
-        self._gate = asyncio.Event()
+        self._asked: asyncio.Queue[list[Asked] | None] = asyncio.Queue()
+        """Rows to score for the parity gate; None once it is passed."""
         self.cleanup.callback(self._worker.shutdown, wait=False, cancel_futures=True)
         self.cleanup.callback(close_ranks)
         await self.blocking(self._worker, self._build)
         if self._publisher is not None:
             self.cleanup.callback(self._publisher.close)
+            transport, why = choose_transport(self.config)
+            self.emit("transport_chosen", {"transport": transport, "why": why})
         self._consumer = make_consumer(self.spec)
         self.cleanup.callback(self._consumer.close)
         return {"parameters": sum(parameter.numel() for parameter in self._learner.model.parameters())}
@@ -49,16 +65,31 @@ class Trainer(Actor):
         mesh = init_ranks(
             self.spec.index, self.config.trainers, f"{self.spec.ipc_dir}/ranks", self.config.liveness.no_progress_s
         )
-        model = load_model(self.spec.model, self.config.model.dtype)
+        model = load_model(self.spec.model, MASTER_DTYPE, rank_device(self.spec.index))
+        self._manifest = plan_manifest(describe(as_sent(model, self.config.model.dtype)), self.config.sync.bucket_bytes)
         if self.spec.index == 0:
             self._publisher = Publisher(
                 self.spec.endpoint("sync"),
-                plan_manifest(describe(model.named_parameters()), self.config.sync.bucket_bytes),
+                self._make_slab(),
                 timeout_s=self.config.sync.timeout_s,
                 on_event=self.emit,
                 on_unresponsive=lambda member, what: self.send(Unresponsive(member=member, waited_for=what)),
+                rolling=self.config.sync.commit == "rolling",
             )
         self._learner = Learner(self.config, model, mesh)
+        self._canary_row = canary_row(self.spec.model, self.config)
+
+    def _make_slab(self) -> Slab:
+        sync = self.config.sync
+        return Slab(
+            self._manifest,
+            endpoint=self.spec.endpoint("sync"),
+            folder=Path(self.spec.run_dir, "weights"),
+            timeout_s=sync.timeout_s,
+            transport=choose_transport(self.config)[0],
+            delta=sync.encoding == "delta",
+            anchor_every=sync.anchor_every,
+        )
 
     async def run(self) -> dict[str, Any]:
         async with asyncio.TaskGroup() as tasks:
@@ -86,65 +117,103 @@ class Trainer(Actor):
                 if publishing is not None:
                     with self.waiting(f"version {version} to be acknowledged by every rollouter"):
                         await publishing
-            metrics["time/gather"] = await self._gather(step)
-            if self._publisher is not None:
-                publishing = tasks.create_task(self._publish(step, metrics))
+            publishing = self._send_off(step, metrics, tasks)
         if publishing is not None:
             with self.waiting(f"version {self.config.steps} to be acknowledged by every rollouter"):
                 await publishing
 
     async def _begin(self) -> None:
         """Push version 0, and open the queue once engines and trainer agree on it: a broken path fails here."""
-        await self._gather(0)
-        scores = await self.blocking(self._worker, self._score)
-        if self._publisher is None:
-            return
-        with self.waiting("the list of rollouters"):
-            await self._members.wait()
-        with self.waiting("version 0 to be acknowledged by every rollouter"):
-            await self._publisher.publish(0, observe=True)
-        self.send(Scored(version=0, logprobs=scores))
-        with self.waiting("the parity gate"):
-            await self._gate.wait()
-        with self.waiting("the buffer to hear of version 0"):
-            await self._consumer.published(0)
+        await self._gather(0, self._publisher.open(0) if self._publisher is not None else None, {})
+        if self._publisher is not None:
+            with self.waiting("the list of rollouters"):
+                await self._members.wait()
+            with self.waiting("version 0 to be acknowledged by every rollouter"):
+                await self._publisher.publish(0, observe=True)
+        await self._pass_gate()
+        if self._publisher is not None:
+            with self.waiting("the buffer to hear of version 0"):
+                await self._consumer.published(0)
+
+    async def _pass_gate(self) -> None:
+        """Score what the parity gate asks for, every rank the same rows, until it is passed (C7)."""
+        while True:
+            with self.waiting("the parity gate: the engines' answers to its probe, and its verdict"):
+                asked = await self._asked.get()
+            if asked is None:
+                return
+            report = await self.blocking(self._worker, partial(answer, self._learner, asked))
+            if self._publisher is not None:
+                self.send(Scored(report=report))
 
     def _step(self, batch: RankBatch) -> dict[str, float]:
         return self._learner.step(batch) | batch.stats
 
-    def _score(self) -> list[float]:
-        temperature = self.config.sampling.temperature
-        tokens = probe_tokens(self.spec.model, self.config)
-        return [float(x) for row in tokens for x in self._learner.score(row, temperature)]
+    def _send_off(self, version: int, metrics: dict[str, float], tasks: asyncio.TaskGroup) -> asyncio.Task[None] | None:
+        """Begin to gather and, on rank 0, to publish a version: the task that ends when everybody serves it."""
+        if self._publisher is None:
+            tasks.create_task(self._gather(version, None, metrics))
+            return None
+        content = self._publisher.open(version)
+        publishing = tasks.create_task(self._publish(version, metrics))
+        tasks.create_task(self._gather(version, content, metrics))
+        return publishing
 
-    async def _gather(self, version: int) -> float:
-        """Copy the weights of all ranks into the version's slot; seconds. Collective."""
-        started = time.monotonic()
+    async def _gather(self, version: int, content: Content | None, metrics: dict[str, float]) -> None:
+        """Copy the weights of all ranks into the version's slot, and score the canary under them. Collective."""
 
-        def gather() -> None:
-            parameters = self._learner.full_parameters()
-            if self._publisher is not None:
-                self._publisher.write(version, parameters)
-            else:
-                for _ in parameters:  # the collective needs every rank
-                    pass
+        def gather_into(filling: Filling | None) -> list[float]:
+            started = time.monotonic()
+            gather(self._learner.model.named_parameters(), self._manifest, filling)
+            metrics["time/gather"] = time.monotonic() - started
+            return self._learner.score(self._canary_row).tolist() if self._judges(version) else []
 
-        await self.blocking(self._worker, gather)
-        return time.monotonic() - started
+        def write() -> None:
+            if content is None:
+                gather_into(None)
+                return
+            with content:
+                content.scores = gather_into(content.filling)
+
+        await self.blocking(self._worker, write)
 
     async def _publish(self, version: int, metrics: dict[str, float]) -> None:
         assert self._publisher is not None
         report = await self._publisher.publish(version, observe=self._evaluates(version))
-        with self.waiting(f"the buffer to hear of version {version}"):
-            await self._consumer.published(version)
         metrics |= {
             "time/publish": report.seconds,
-            "sync/seconds": metrics["time/gather"] + report.seconds,
+            "sync/seconds": report.seconds,
             "sync/pause_seconds": report.pause_seconds,
             "sync/bytes": report.bytes,
+            "sync/delta_fraction": report.delta_fraction,
             "sync/rollouters": report.rollouters,
+            "mismatch/canary_rms": report.canary_rms,
         }
+        if not report.rejected:
+            with self.waiting(f"the buffer to hear of version {version}"):
+                await self._consumer.published(version)
         self.send(Stepped(step=version, version=version, metrics=metrics))
+        self._account(version, report.rejected)
+
+    def _account(self, version: int, rejected: str) -> None:
+        """Go on after a version that was rejected, or raise ``ParityError``."""
+        self._rejections = self._rejections + 1 if rejected else 0
+        if not rejected:
+            return
+        found = f"version {version} was rejected: {rejected}"
+        if self.config.sync.on_mismatch == "stop":
+            raise ParityError(f"{found}; sync.on_mismatch=stop")
+        if version == self.config.steps:
+            raise ParityError(f"{found}; it was the last one of the run")
+        if self._rejections > self.config.max_lag:
+            raise ParityError(
+                f"{found}; {self._rejections} in a row leave no tokens within max_lag={self.config.max_lag} to train on"
+            )
+
+    def _judges(self, version: int) -> bool:
+        """Whether engines score the canary under this version. The first one is the parity gate's."""
+        every = self.config.sync.canary_every
+        return version > 0 and every > 0 and version % every == 0
 
     def _evaluates(self, version: int) -> bool:
         every = self.config.eval.every
@@ -155,7 +224,9 @@ class Trainer(Actor):
             case Members() if self._publisher is not None:
                 self._publisher.set_members(set(message.rollouters), set(message.observers))
                 self._members.set()
+            case ScoreProbe():
+                self._asked.put_nowait(message.rows)
             case GatePassed():
-                self._gate.set()
+                self._asked.put_nowait(None)
             case _:
                 super().receive(message)

@@ -71,7 +71,13 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Reads plain numbers: any thread may call it."""
         return EngineStatistics(
-            self._table.running, len(self._waiting), self._generated, self._prefilled, self._busy_s, self.version
+            running=self._table.running,
+            waiting=len(self._waiting),
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            busy_s=self._busy_s,
+            version=self.version,
+            kv_used=self._table.used,
         )
 
     def add(self, request: Request) -> None:

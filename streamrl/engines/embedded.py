@@ -32,11 +32,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from streamrl import __version__
 from streamrl.engines.core import Decode, EngineCore
 from streamrl.engines.model_runner import ModelRunner
+from streamrl.engines.requests import check_params, checked_tokens
 from streamrl.engines.slots import Request
 from streamrl.errors import ConfigError, WeightSyncError
-from streamrl.ports import EngineStatistics
+from streamrl.parity.weights import digests
+from streamrl.ports import EngineFacts, EngineStatistics
 from streamrl.types import Generation, SamplingParams
 
 
@@ -74,6 +77,7 @@ class EmbeddedEngine:
     KV cache of running requests at a weight update: ``keep`` (stale KV stays) or ``recompute`` (from the new weights).
     Greedy requests (``temperature=0``) get the log-prob of temperature 1 without truncation. ``decode`` gives the text
     of token ids, special tokens included, and is called by the engine's own thread; requests with stop strings need it.
+    ``head_dtype`` (``float32`` or ``bfloat16``) is that of the head's product, whatever the body is in.
     Raises ``ConfigError`` for a model or setting that cannot be served.
     """
 
@@ -85,6 +89,7 @@ class EmbeddedEngine:
         max_length: int,
         kv: str = "keep",
         threads: int = 1,
+        head_dtype: str = "float32",
         decode: Decode | None = None,
     ) -> None:
         if kv not in ("keep", "recompute"):
@@ -93,10 +98,13 @@ class EmbeddedEngine:
             raise ConfigError(
                 f"engine: slots, max_length and threads must be at least 1: {slots}, {max_length}, {threads}"
             )
+        if head_dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"model.head_dtype: expected 'float32' or 'bfloat16', got {head_dtype!r}")
         self._max_length = max_length
+        self._kv = kv
         self._threads = threads
         self._decodes = decode is not None
-        runner = ModelRunner(model, slots, max_length)
+        runner = ModelRunner(model, slots, max_length, head_dtype)
         self._core = EngineCore(runner, slots, max_length, recompute=kv == "recompute", decode=decode)
         self._state = _State.NEW
         self._failure: Exception | None = None
@@ -119,6 +127,18 @@ class EmbeddedEngine:
     def statistics(self) -> EngineStatistics:
         return self._core.statistics()
 
+    def facts(self) -> EngineFacts:
+        """Of a started engine. The dtype of the head's product was seen in a forward pass."""
+        runner = self._core.runner
+        return EngineFacts(
+            engine=f"embedded {__version__}",
+            dtype=str(runner.dtype).removeprefix("torch."),
+            head_dtype=runner.head_dtype,
+            tied=runner.tied,
+            logprobs="processed",
+            kv=self._kv,
+        )
+
     async def start(self) -> None:
         """Start the core thread and check the model on a few tokens there; ``ConfigError`` if it cannot be served."""
         if self._state is not _State.NEW:
@@ -135,8 +155,8 @@ class EmbeddedEngine:
         The same prompt, parameters, seed and weights give the same tokens, so every call wants a seed of its own.
         """
         self._require_running()
-        prompt = self._tokens("prompt", prompt_ids, self._max_length - 1)
-        _check_params(params)
+        prompt = checked_tokens("prompt", prompt_ids, self._max_length - 1, self._core.runner.vocabulary)
+        check_params(params)
         if params.stop_strings and not self._decodes:
             raise ValueError("sampling: stop_strings need an engine that was given its tokenizer's decode")
         request = Request(prompt, params, reply=self._future())
@@ -154,7 +174,8 @@ class EmbeddedEngine:
         self._require_running()
         if not temperature > 0:
             raise ValueError(f"score: temperature must be over 0, got {temperature}")
-        asked = _Asked(self._tokens("score", token_ids, self._max_length), temperature, self._future())
+        tokens = checked_tokens("score", token_ids, self._max_length, self._core.runner.vocabulary)
+        asked = _Asked(tokens, temperature, self._future())
         if not self._asked:
             self._loop.call_soon(self._flush_asked)  # as with requests: one hand-over, and one pass for many rows
         self._asked.append(asked)
@@ -170,6 +191,11 @@ class EmbeddedEngine:
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
         """``WeightSyncError`` leaves the old weights serving. Cancelling does not stop a load that was begun."""
         await self._call(partial(self._core.load, version, tensors))
+
+    async def digests(self) -> dict[str, int]:
+        """Of every parameter as it is held now, by name: ``ports.TellsDigests``."""
+        held: dict[str, int] = await self._call(lambda: digests(self._core.runner.parameters()))
+        return held
 
     async def close(self) -> None:
         """End the thread; requests in flight end with ``asyncio.CancelledError``. Idempotent."""
@@ -188,18 +214,6 @@ class EmbeddedEngine:
             raise self._failure
         if self._state is not _State.RUNNING:
             raise RuntimeError(f"engine embedded is {self._state.value}: call start first, and nothing after close")
-
-    def _tokens(self, what: str, ids: Sequence[int], longest: int) -> np.ndarray:
-        """int32 ``[T]``; ``ValueError`` when empty, too long or outside the vocabulary."""
-        tokens = np.asarray(ids, dtype=np.int64)
-        if tokens.ndim != 1 or not 1 <= len(tokens) <= longest:
-            raise ValueError(
-                f"{what}: expected 1 to {longest} tokens, got {tokens.size}; model.max_length is {self._max_length}"
-            )
-        vocabulary = self._core.runner.vocabulary
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
-            raise ValueError(f"{what}: token ids must be in 0 … {vocabulary - 1}, got {tokens.min()} … {tokens.max()}")
-        return tokens.astype(np.int32)
 
     def _future(self) -> asyncio.Future[Any]:
         future = self._loop.create_future()
@@ -306,20 +320,3 @@ def _hand_out(replies: list[asyncio.Future[Any]], scores: asyncio.Future[Any]) -
         for reply, own in zip(replies, scores.result(), strict=True):
             if not reply.done():
                 reply.set_result(own)
-
-
-def _check_params(params: SamplingParams) -> None:
-    """``ValueError`` for sampling parameters that mean nothing."""
-    problem = ""
-    if not 0 <= params.temperature < float("inf"):
-        problem = f"temperature must be 0 (greedy) or more and finite, got {params.temperature}"
-    elif params.top_k < 0:
-        problem = f"top_k must be 0 (off) or more, got {params.top_k}"
-    elif not 0 < params.top_p <= 1:
-        problem = f"top_p must be over 0 and at most 1 (off), got {params.top_p}"
-    elif params.max_tokens < 1:
-        problem = f"max_tokens must be at least 1, got {params.max_tokens}"
-    elif not all(params.stop_strings):
-        problem = f"stop_strings must not be empty, got {params.stop_strings}"
-    if problem:
-        raise ValueError(f"sampling: {problem}")

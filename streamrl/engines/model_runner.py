@@ -1,4 +1,4 @@
-"""The model side of the embedded engine: forward passes over slots, the fp32 head, weight loading.
+"""The model side of the embedded engine: forward passes over slots, the head, weight loading.
 
 Works with any transformers causal LM whose layers all do full attention and whose head is one linear layer; what it
 cannot serve exactly is refused when the engine is built or started.
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from streamrl.engines.slots import DecodeWrite, PrefillWrite, SlotCache
 from streamrl.errors import ConfigError, WeightSyncError
+from streamrl.loss.head import HeadForm
 
 SCORE_ELEMENTS = 1 << 24
 """Logits of one pass of ``score``: 64 MiB in float32."""
@@ -60,56 +63,67 @@ def refuse_unsupported(model: PreTrainedModel, max_length: int) -> None:
 
 
 class Head:
-    """The output head in fp32. A weight in a lower precision is copied once per weight update."""
+    """The output head, its product in fp32 unless asked otherwise. A weight that is upcast is so once per update."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: str) -> None:
         head = model.get_output_embeddings()
         assert isinstance(head, nn.Linear)
         self._linear = head
-        config = model.config
-        # Cohere multiplies logits, Granite divides them, Gemma caps them.
-        self._scale = float(getattr(config, "logit_scale", None) or 1) / float(
-            getattr(config, "logits_scaling", None) or 1
-        )
-        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._form = HeadForm.of(model.config, dtype)
         self.refresh()
 
     def refresh(self) -> None:
         """Take over the weight as it is now. Free when the model is in fp32: then the parameter itself is used."""
-        self._weight = self._linear.weight.detach().float()
-        self._bias = None if self._linear.bias is None else self._linear.bias.detach().float()
+        self._weight = self._form.operand(self._linear.weight.detach())
+        self._bias = None if self._linear.bias is None else self._linear.bias.detach()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[n, hidden]`` → fp32 logits ``[n, V]``."""
-        logits = nn.functional.linear(hidden.float(), self._weight, self._bias)
-        if self._scale != 1:
-            logits = logits * self._scale
-        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
+        return self._form.logits(hidden, self._weight, self._bias)
+
+
+class ProductWatch(TorchDispatchMode):
+    """Sees which dtype matrix products come out in while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear):
+            self.found.add(result.dtype)
+        return result
 
 
 class ModelRunner:
     """Prefill, decode and score on one model; owns the KV cache. Not thread-safe: one thread calls it."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, max_length: int) -> None:
+    def __init__(self, model: PreTrainedModel, slots: int, max_length: int, head_dtype: str = "float32") -> None:
         refuse_unsupported(model, max_length)
         self._model = model.eval()
         self._base = model.base_model
         self._device = next(model.parameters()).device
-        self._mask_dtype = next(model.parameters()).dtype
+        self.dtype = next(model.parameters()).dtype
         self._rows = torch.arange(slots, device=self._device)
         self._columns = torch.arange(max_length, device=self._device)
-        self.head = Head(model)
+        self.head = Head(model, head_dtype)
+        self.head_dtype = ""
+        """Of the head's product; ``check`` sees it in a forward pass."""
         self.cache = SlotCache(model.config.num_hidden_layers, slots, max_length)
         embedding = model.get_input_embeddings()
         assert isinstance(embedding, nn.Embedding)
         self.vocabulary = embedding.num_embeddings
+        self.tied = model.get_output_embeddings().weight is embedding.weight
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
     def _mask(self, allowed: Tensor) -> Tensor:
         """Additive mask: made once here, where a boolean one would be converted in every layer."""
-        return torch.zeros_like(allowed, dtype=self._mask_dtype).masked_fill_(~allowed, -torch.inf)
+        return torch.zeros_like(allowed, dtype=self.dtype).masked_fill_(~allowed, -torch.inf)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Last hidden states ``[n, q, hidden]`` of a forward pass through the slot cache."""
@@ -140,12 +154,15 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Feed ``tokens`` int64 ``[n]`` at ``positions`` int64 ``[n]`` to slots 0 … n − 1; logits ``[n, V]``."""
+        return self.head(self._decode_hidden(tokens, positions))
+
+    def _decode_hidden(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         longest = int(positions.max()) + 1
         self.cache.reserve(longest)
         position = self._put(positions)[:, None]
         self.cache.write = DecodeWrite(self._rows[: len(tokens)], position[:, 0], longest)
         mask = self._mask(self._columns[:longest] <= position)[:, None, None]
-        return self.head(self._hidden(self._put(tokens)[:, None], position, mask)[:, 0])
+        return self._hidden(self._put(tokens)[:, None], position, mask)[:, 0]
 
     @torch.inference_mode()
     def score(self, rows: Sequence[np.ndarray], temperature: float) -> list[np.ndarray]:
@@ -160,14 +177,14 @@ class ModelRunner:
                 line[: len(rows[row])] = rows[row]
             tokens = self._put(ids)
             hidden = self._base(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
-            logprobs = (self.head(hidden) / temperature).log_softmax(dim=-1)
-            found = logprobs.gather(2, tokens[:, 1:, None])[:, :, 0].numpy(force=True)
+            logprobs = (self.head(hidden.flatten(0, 1)) / temperature).log_softmax(dim=-1)
+            found = logprobs.gather(1, tokens[:, 1:].reshape(-1, 1)).view(len(chosen), -1).numpy(force=True)
             for line, row in zip(found, chosen, strict=True):
                 scores[row][1:] = line[: len(rows[row]) - 1]
         return scores
 
     def check(self) -> None:
-        """Compare slots and fp32 head with the model's own forward pass; ``ConfigError`` where they differ."""
+        """Compare slots and head with the model's own forward pass; ``ConfigError`` where they differ."""
         name = type(self._model).__name__
         try:
             actual, expected = self._probe()
@@ -176,11 +193,12 @@ class ModelRunner:
                 f"engine embedded: {name} cannot run on slots with a 4-D mask: {error}; use another engine"
             ) from error
         difference = float((actual - expected).abs().max())
-        tolerance = (1e-3 if self._mask_dtype == torch.float32 else 0.1) * max(1.0, float(expected.abs().max()))
+        exact = self.dtype == torch.float32 and self.head_dtype == "float32"
+        tolerance = (1e-3 if exact else 0.1) * max(1.0, float(expected.abs().max()))
         if not difference <= tolerance:
             raise ConfigError(
-                f"engine embedded: logits of {name} through slots and fp32 head differ by {difference:.2g} "
-                f"from its own forward pass (allowed {tolerance:.2g}); use another engine"
+                f"engine embedded: logits of {name} through slots and {self.head_dtype} head differ by "
+                f"{difference:.2g} from its own forward pass (allowed {tolerance:.2g}); use another engine"
             )
 
     @torch.inference_mode()
@@ -190,12 +208,15 @@ class ModelRunner:
         tokens = np.arange(1, width + 1) % self.vocabulary
         if width > 1:
             self.prefill([tokens[:-1]], [0], [0])
-        actual = self.decode(tokens[-1:], np.array([width - 1]))[0]
+        hidden = self._decode_hidden(tokens[-1:], np.array([width - 1]))
+        with ProductWatch() as watch:
+            actual = self.head(hidden)[0]
+        self.head_dtype = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in watch.found))
         return actual, self._model(input_ids=self._put(tokens)[None]).logits[0, -1].float()
 
     def verify(self, tensors: Mapping[str, object]) -> None:
         """Raise ``WeightSyncError`` unless ``tensors`` are exactly the model's parameters, tied ones once."""
-        parameters = dict(self._model.named_parameters())
+        parameters = self.parameters()
         missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
         if missing or unknown:
             raise WeightSyncError(
@@ -211,6 +232,10 @@ class ModelRunner:
                     f"weight {name}: expected {parameter.dtype} {list(parameter.shape)}, "
                     f"got {tensor.dtype} {list(tensor.shape)}"
                 )
+
+    def parameters(self) -> dict[str, Tensor]:
+        """By the names of ``load``."""
+        return dict(self._model.named_parameters())
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, object]) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from streamrl.engines.sampling import SamplerInputs
+from streamrl.engines.sampling import Penalties, SamplerInputs
 from streamrl.types import Generation, SamplingParams, VersionSpans, append_version
 
 _SMALLEST_CAPACITY = 64
@@ -174,6 +174,11 @@ class SlotTable:
         self.temperature = np.ones(slots)
         self.top_k = np.zeros(slots, dtype=np.int64)
         self.top_p = np.ones(slots)
+        self.min_p = np.zeros(slots)
+        self.repetition = np.ones(slots)
+        self.presence = np.zeros(slots)
+        self.frequency = np.zeros(slots)
+        self.penalised = np.zeros(slots, dtype=bool)
         self.greedy = np.zeros(slots, dtype=bool)
         self.seed = np.zeros(slots, dtype=np.uint64)
         self.stop = np.full((slots, 1), -1, dtype=np.int64)
@@ -185,6 +190,11 @@ class SlotTable:
     @property
     def running(self) -> int:
         return self.count - len(self.holes)
+
+    @property
+    def used(self) -> float:
+        """Share of the slots' positions that hold a token. Any thread may ask."""
+        return float(self.length[: self.count].sum()) / (self.slots * self.max_length)
 
     @property
     def free(self) -> int:
@@ -204,6 +214,10 @@ class SlotTable:
         self.temperature[slot] = 1.0 if greedy else params.temperature
         self.top_k[slot] = 0 if greedy else params.top_k
         self.top_p[slot] = 1.0 if greedy else params.top_p
+        self.min_p[slot] = 0.0 if greedy else params.min_p
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        self.repetition[slot], self.presence[slot], self.frequency[slot] = penalties
+        self.penalised[slot] = penalties != (1, 0, 0)
         self.seed[slot] = params.seed & 0xFFFF_FFFF_FFFF_FFFF
         self._set_stop(slot, params.stop_token_ids)
         self.reading[slot] = bool(params.stop_strings)
@@ -217,15 +231,31 @@ class SlotTable:
         self.stop[slot] = -1
         self.stop[slot, : len(stop)] = stop
 
-    def inputs(self, rows: slice | np.ndarray) -> SamplerInputs:
-        """What the sampler needs to know of ``rows`` (slots)."""
+    def inputs(self, slots: np.ndarray) -> SamplerInputs:
+        """What the sampler needs to know of ``slots`` int64 ``[n]``."""
         return SamplerInputs(
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            greedy=self.greedy[rows],
-            seed=self.seed[rows],
-            position=self.length[rows] - self.prompt_length[rows],
+            temperature=self.temperature[slots],
+            top_k=self.top_k[slots],
+            top_p=self.top_p[slots],
+            min_p=self.min_p[slots],
+            greedy=self.greedy[slots],
+            seed=self.seed[slots],
+            position=self.length[slots] - self.prompt_length[slots],
+            penalties=self._penalties(slots) if self.penalised[slots].any() else None,
+        )
+
+    def _penalties(self, slots: np.ndarray) -> Penalties:
+        """Of those of ``slots`` that have some. Counts are made from the tokens at hand: nothing to move or undo."""
+        rows = np.flatnonzero(self.penalised[slots])
+        chosen = slots[rows]
+        return Penalties(
+            rows=rows,
+            repetition=self.repetition[chosen],
+            presence=self.presence[chosen],
+            frequency=self.frequency[chosen],
+            tokens=self.tokens[chosen, : self.length[chosen].max()].astype(np.int64),
+            prompt_length=self.prompt_length[chosen],
+            length=self.length[chosen],
         )
 
     def append(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -274,6 +304,7 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Leave a hole."""
         self.requests[slot] = None
+        self.length[slot] = 0
         self.holes.add(slot)
 
     def compact(self) -> tuple[list[int], list[int]]:
@@ -283,7 +314,8 @@ class SlotTable:
         self.holes.clear()
         if sources:
             columns: tuple[np.ndarray, ...] = (self.length, self.prompt_length, self.limit, self.temperature)
-            columns += (self.top_k, self.top_p, self.greedy, self.seed, self.stop, self.reading)
+            columns += (self.top_k, self.top_p, self.min_p, self.repetition, self.presence, self.frequency)
+            columns += (self.penalised, self.greedy, self.seed, self.stop, self.reading)
             for column in columns:
                 column[targets] = column[sources]
             width = int(self.length[targets].max())

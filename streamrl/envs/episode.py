@@ -21,7 +21,7 @@ from streamrl.envs.codec import Codec
 from streamrl.envs.environment import Reward
 from streamrl.envs.transcript import Transcript, Turn
 from streamrl.errors import StreamRLError
-from streamrl.ports import Engine
+from streamrl.ports import Sampler
 from streamrl.types import SamplingParams, Trajectory
 
 _64_BITS = 0xFFFFFFFFFFFFFFFF
@@ -61,6 +61,7 @@ class Limits:
     """Sampled tokens of one turn at most."""
     max_length: int
     """Tokens of a whole trajectory at most."""
+    min_p: float = 0.0
 
 
 def turn_seed(run_seed: int, prompt: int, attempt: int, member: int, turn: int, transcript: int = 0) -> int:
@@ -81,7 +82,7 @@ class Episode:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         codec: Codec,
         limits: Limits,
         seed_key: tuple[int, int, int, int],
@@ -215,6 +216,7 @@ class Episode:
             temperature=limits.temperature,
             top_k=limits.top_k,
             top_p=limits.top_p,
+            min_p=limits.min_p,
             max_tokens=min(max_tokens, limits.max_tokens, room),
             stop_token_ids=stop_tokens,
             stop_strings=stop_strings,

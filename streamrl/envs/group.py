@@ -23,7 +23,7 @@ from streamrl.envs.session import Session
 from streamrl.envs.split import Split
 from streamrl.envs.threads import EpisodeOver
 from streamrl.errors import EnvironmentFailed
-from streamrl.ports import Engine
+from streamrl.ports import Sampler
 from streamrl.schema import Config
 from streamrl.types import Group, Lease
 
@@ -68,7 +68,7 @@ class GroupRunner:
     """Runs the episodes of one environment on one engine. Stateless but for the memory of encoded texts."""
 
     def __init__(
-        self, split: Split, engine: Engine, tokenizer: Tokenizer, config: Config, host: Host | None = None
+        self, split: Split, engine: Sampler, tokenizer: Tokenizer, config: Config, host: Host | None = None
     ) -> None:
         """``host`` serves the episodes to clients that speak HTTP."""
         sampling = config.sampling
@@ -82,9 +82,14 @@ class GroupRunner:
         self._closing = ClosingPolicy.of(config.group)
         self._concurrency = config.engine.slots
         self._limits = Limits(
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens, config.model.max_length
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.max_tokens,
+            config.model.max_length,
+            sampling.min_p,
         )
-        self._greedy = replace(self._limits, temperature=0.0, top_k=0, top_p=1.0)
+        self._greedy = replace(self._limits, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
 
     async def run_group(self, lease: Lease) -> GroupResult:
         """Run ``lease.group_size`` episodes of the lease's prompt at once; ``group.on_straggler`` says for how long.

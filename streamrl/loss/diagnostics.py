@@ -5,8 +5,9 @@ each metric divides once, so that no number depends on packing, micro-batching o
 truncation: an effective sample size of truncated weights would hide what truncation is there for.
 
 Three gaps, three groups of numbers: **mismatch** is π_old against μ on tokens that the trainer's own version sampled,
-so that only numerics differ; **lag** the same on older tokens; **update** is π against π_old. ``policy/*`` is all of
-it, π against μ. The same sums are kept for each environment and for each bucket of trajectory lengths.
+on a KV cache of its own, so that only numerics differ; **lag** the same on all others; **update** is π against π_old.
+``policy/*`` is all of it, π against μ. The same sums are kept for each environment and for each bucket of trajectory
+lengths.
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ TOKEN_SUMS = (
     "fresh_ratio_squared",
     "fresh_k3",
     "fresh_squared",
+    "fresh_outside",
     "aged",
     "aged_ratio",
     "aged_ratio_squared",
     "aged_k3",
     "aged_squared",
+    "aged_outside",
     "update_ratio",
     "update_ratio_squared",
     "update_k3",
@@ -99,6 +102,7 @@ class Diagnostics:
         result: Evaluated,
         entropy: Tensor,
         lag: Tensor,
+        aged: Tensor,
         proximal: Tensor,
         masked: int = 0,
         envs: Tensor | None = None,
@@ -106,8 +110,9 @@ class Diagnostics:
     ) -> None:
         """One micro-batch.
 
-        Per token ``[T]``: ``entropy``, ``lag`` int64 (trainer's version − the token's), ``proximal`` the trainer's
-        log-probs before its update, ``extra`` further columns of ``TOKEN_SUMS``. ``envs`` int64 ``[sequences]`` index
+        Per token ``[T]``: ``entropy``, ``lag`` int64 (trainer's version − the token's), ``aged`` bool (lag over 0, or
+        sampled on a KV cache of an older version: its gap is not one of numerics), ``proximal`` the trainer's log-probs
+        before its update, ``extra`` further columns of ``TOKEN_SUMS``. ``envs`` int64 ``[sequences]`` index
         ``Diagnostics.envs``, −1 for none of them. ``masked`` counts sampled tokens over the lag bound, which got no
         loss.
         """
@@ -116,8 +121,8 @@ class Diagnostics:
         whole = summable(log_ratio(batch.current.detach(), batch.behaviour))[chosen].double()
         before = summable(log_ratio(proximal.detach(), batch.behaviour))[chosen].double()
         update = log_ratio(batch.current.detach(), proximal.detach())[chosen].double()
-        age = lag[chosen]
-        columns = _columns(result, chosen, whole, update) | _gap(before, age)
+        age, old = lag[chosen], aged[chosen]
+        columns = _columns(result, chosen, whole, update) | _gap(before, old)
         columns |= {"entropy": entropy.detach()[chosen], "lag": age}
         columns |= {name: values.detach()[chosen] for name, values in (extra or {}).items()}
         table = torch.stack([columns.get(name, whole.new_zeros(len(chosen))).double() for name in TOKEN_SUMS], dim=1)
@@ -136,7 +141,7 @@ class Diagnostics:
         place = (whole.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + MAX_LOG_RATIO) * (RATIO_BINS / (2 * MAX_LOG_RATIO))
         self._ratios += torch.bincount(place.nan_to_num().long().clamp(max=RATIO_BINS - 1), minlength=RATIO_BINS)
         if len(chosen):
-            fresh = torch.where(age == 0, before, 0.0).abs().max()
+            fresh = torch.where(old, 0.0, before).abs().max()
             self._maxima = torch.maximum(self._maxima, torch.stack([age.max().double(), fresh]))
 
     def reduce(self, group: dist.ProcessGroup | None = None) -> tuple[dict[str, float], list[int]]:
@@ -214,10 +219,10 @@ def _columns(result: Evaluated, chosen: Tensor, whole: Tensor, update: Tensor) -
     }
 
 
-def _gap(before: Tensor, age: Tensor) -> dict[str, Tensor]:
-    """π_old against μ: ``fresh`` where only numerics differ, ``aged`` where the sampler's version was older too."""
+def _gap(before: Tensor, aged: Tensor) -> dict[str, Tensor]:
+    """π_old against μ: ``fresh`` where only numerics differ, ``aged`` where weights or KV cache were older too."""
     columns: dict[str, Tensor] = {}
-    for name, chosen in (("fresh", age == 0), ("aged", age > 0)):
+    for name, chosen in (("fresh", ~aged), ("aged", aged)):
         weight = torch.where(chosen, ratio(before), 0.0)
         columns |= {
             name: chosen,
@@ -274,6 +279,7 @@ def _metrics(total: dict[str, float]) -> dict[str, float]:
         "policy/ess_sequence": _ess(total["weight"], total["weight_squared"], total["sequences"]),
         "mismatch/rms": (total["fresh_squared"] / fresh) ** 0.5,
         "mismatch/k3": total["fresh_k3"] / fresh,
+        "mismatch/outside_kept": total["fresh_outside"] / fresh,
         "mismatch/ess": _ess(total["fresh_ratio"], total["fresh_ratio_squared"], total["fresh"]),
         "value/loss": total["value_loss"] / tokens,
         "value/explained_variance": _explained(total),
@@ -292,6 +298,7 @@ def _lag_metrics(histogram: Tensor, total: dict[str, float], largest: float) -> 
         "lag/p95": float(_quantile(histogram, 0.95)),
         "lag/max": largest,
         "lag/k3": total["aged_k3"] / max(total["aged"], 1.0),
+        "lag/outside_kept": total["aged_outside"] / max(total["aged"], 1.0),
         "lag/ess": _ess(total["aged_ratio"], total["aged_ratio_squared"], total["aged"]),
         **{
             f"lag/{name}": histogram[start:end].sum().item() / tokens

@@ -1,19 +1,30 @@
-"""Log-probs of given tokens through an fp32 head, in chunks: never ``[T, V]`` logits for all tokens at once.
-
-The head runs in float32 whatever the dtype of the body (MiniMax-M1, arXiv 2506.13585; ScaleRL, arXiv 2510.13786): a
-bfloat16 logit between 16 and 32 has a spacing of 0.125, which no later upcast can undo.
-"""
+"""Log-probs of given tokens through the head, in chunks: never ``[T, V]`` logits for all tokens at once."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from streamrl.loss.head import HeadForm, pull, wide
+from streamrl.loss.truncation import Truncation, dropped
+
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once unless ``chunk`` says otherwise: 64 MiB in float32."""
+PLAIN = HeadForm()
+
+
+class TokenLogprobs(NamedTuple):
+    """What a policy says of given tokens, ``[T]`` each."""
+
+    logprobs: Tensor
+    """float32 (float64 for float64 weights); the only one with a gradient."""
+    entropy: Tensor
+    """Of the distribution that the log-prob belongs to, nats."""
+    outside: Tensor
+    """Bool, True where truncation would not have let the token be sampled."""
 
 
 def token_logprobs(
@@ -23,21 +34,28 @@ def token_logprobs(
     temperature: float,
     bias: Tensor | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``log softmax((hidden @ weightᵀ + bias) / temperature)[targets]`` and the entropy of that distribution.
+    *,
+    form: HeadForm = PLAIN,
+    truncation: Truncation | None = None,
+) -> TokenLogprobs:
+    """``log softmax(logits / temperature)[targets]`` with the logits of ``form``, and the entropy of that distribution.
 
-    ``hidden`` ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``, ``targets`` int64 ``[T]``; both results are float32
-    ``[T]`` (float64 for float64 input). ``chunk`` is the number of tokens whose logits exist at once. The backward pass
-    recomputes logits chunk by chunk and accumulates gradients of weight and bias in float32; entropy is a diagnostic
-    without gradient. Raises ``ValueError`` for a temperature that is not positive: greedy sampling has no gradient.
+    ``hidden`` ``[T, H]``, ``weight`` ``[V, H]``, ``bias`` ``[V]``, ``targets`` int64 ``[T]``. ``chunk`` is the number
+    of tokens whose logits exist at once. With ``truncation`` the distribution is renormalised over the tokens that it
+    keeps and the target, which was sampled after all; the kept set is a constant for the gradient.
+
+    The backward pass recomputes logits chunk by chunk and sums gradients of weight and bias in float32; entropy is a
+    diagnostic without gradient. Raises ``ValueError`` for a temperature that is not positive: greedy sampling has no
+    gradient.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive to train on log-probs, got {temperature}")
-    chunk = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, temperature, chunk)
+    # Finding the kept set takes about three more copies of the logits.
+    chunk = chunk or max(1, CHUNK_ELEMENTS // (weight.shape[0] * (1 if truncation is None else 4)))
+    return TokenLogprobs(*_Function.apply(hidden, weight, bias, targets, temperature, chunk, form, truncation))
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -47,60 +65,65 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        head, shift = _upcast(weight), _upcast(bias)
-        assert head is not None
-        logprobs = torch.empty(targets.shape, dtype=head.dtype, device=hidden.device)
-        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        form: HeadForm,
+        truncation: Truncation | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs = torch.empty(targets.shape, dtype=wide(weight), device=hidden.device)
+        entropy, normaliser, floor = (torch.empty_like(logprobs) for _ in range(3))
+        last, outside = torch.empty_like(targets), torch.zeros_like(targets, dtype=torch.bool)
+        room = _room(targets, weight, chunk)
         for span in _spans(len(targets), chunk):
-            logits = _logits(hidden[span], head, shift, temperature)
+            logits = form.logits(hidden[span], weight, bias, out=room[: len(targets[span])]).div_(temperature)
+            gone = None
+            if truncation is not None:
+                floor[span], last[span] = truncation.bounds(logits)
+                gone = dropped(logits, floor[span], last[span])
+                outside[span] = gone.gather(1, targets[span, None]).squeeze(1)
+                gone.scatter_(1, targets[span, None], False)
+                logits.masked_fill_(gone, -torch.inf)
             normaliser[span] = torch.logsumexp(logits, dim=-1)
             every = logits.sub_(normaliser[span, None])
             logprobs[span] = every.gather(1, targets[span, None]).squeeze(1)
             # −Σ p·log p: the equal logsumexp − Σ p·z cancels where one token has nearly all the mass.
-            entropy[span] = -torch.linalg.vecdot(torch.exp(every), every)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+            probs = torch.exp(every)
+            entropy[span] = -torch.linalg.vecdot(probs, every if gone is None else every.masked_fill_(gone, 0.0))
+        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, floor, last)
+        ctx.temperature, ctx.chunk, ctx.form, ctx.truncates = temperature, chunk, form, truncation is not None
+        ctx.mark_non_differentiable(entropy, outside)
+        return logprobs, entropy, outside
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normaliser = ctx.saved_tensors
-        head, shift = _upcast(weight), _upcast(bias)
-        assert head is not None
+    def backward(ctx: Any, gradient: Tensor, _entropy: Tensor, _outside: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normaliser, floor, last = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(head)
-        d_bias = None if shift is None else torch.zeros_like(shift)
+        d_weight = torch.zeros(weight.shape, dtype=wide(weight), device=weight.device)
+        d_bias = None if bias is None else d_weight.new_zeros(bias.shape)
+        room = _room(targets, weight, ctx.chunk)
         for span in _spans(len(targets), ctx.chunk):
-            body = hidden[span].to(head.dtype)
-            probs = torch.exp(_logits(body, head, shift, ctx.temperature) - normaliser[span, None])
+            chosen = targets[span, None]
+            logits = ctx.form.logits(hidden[span], weight, bias, out=room[: len(chosen)])
+            slope = ctx.form.slope(logits)
+            logits.div_(ctx.temperature)
+            gone = dropped(logits, floor[span], last[span]).scatter_(1, chosen, False) if ctx.truncates else None
+            probs = logits.sub_(normaliser[span, None]).exp_()
+            if gone is not None:
+                probs.masked_fill_(gone, 0.0)
             # d logp/d logits = onehot − softmax; the logits were divided by the temperature.
-            scale = gradient[span] / ctx.temperature
-            d_logits = probs.mul_(-scale[:, None]).scatter_add_(1, targets[span, None], scale[:, None])
-            d_hidden[span] = (d_logits @ head).to(hidden.dtype)
-            d_weight.addmm_(d_logits.T, body)
+            scale = gradient[span, None] * (ctx.form.scale / ctx.temperature)
+            d_logits = probs.mul_(-scale).scatter_add_(1, chosen, scale)
+            if slope is not None:
+                d_logits.mul_(slope)
+            d_hidden[span] = pull(d_logits, hidden[span], weight, d_weight)
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
-        return (
-            d_hidden,
-            d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+        of_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden, d_weight.to(weight.dtype), of_bias, *(None,) * 5
 
 
-def _upcast(tensor: Tensor | None) -> Tensor | None:
-    """At least float32; no copy where it already is."""
-    return None if tensor is None else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _logits(hidden: Tensor, head: Tensor, shift: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(hidden.to(head.dtype), head, shift)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _room(targets: Tensor, weight: Tensor, chunk: int) -> Tensor:
+    """Where the logits of every chunk are written, one after the other."""
+    return torch.empty(min(chunk, len(targets)), len(weight), dtype=wide(weight), device=weight.device)
 
 
 def _spans(length: int, chunk: int) -> list[slice]:

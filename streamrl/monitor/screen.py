@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.monitor.tally import Tally
+from streamrl.parity import table as parity_table
+from streamrl.parity.verdict import Verdict
 from streamrl.runtime import messages
 from streamrl.runtime.membership import Membership
 from streamrl.schema import Config
@@ -19,19 +21,25 @@ from streamrl.schema import Config
 REFRESHES_PER_S = 4
 PLAIN_INTERVAL_S = 2.0
 """Seconds between lines where output is not a terminal."""
+PARITY_WIDTH = 120
+"""Columns of the parity table where output is no terminal."""
 
 
 class Screen:
     """Shows one run: ``attach`` what it reads from, then call ``changed`` whenever something happened."""
 
-    def __init__(self, config: Config, console: Console | None = None) -> None:
+    def __init__(self, config: Config, console: Console | None = None, *, whole_verdict: bool = False) -> None:
+        """``whole_verdict``: print the parity table although all gates passed."""
         self._config = config
+        self._whole_verdict = whole_verdict
         self._console = console or Console(file=sys.stdout, highlight=False)
         self._tally: Tally
         self._membership: Membership
         self._live: Live | None = None
         self._last_plain = 0.0
         self._last_text = ""
+        self._told = False
+        """The verdict of the parity gates was printed."""
 
     def attach(self, tally: Tally, membership: Membership) -> None:
         self._tally, self._membership = tally, membership
@@ -40,7 +48,13 @@ class Screen:
             self._live.start()
 
     def changed(self) -> None:
-        """Print a plain line, at most every ``PLAIN_INTERVAL_S``; a live table refreshes itself."""
+        """Print a plain line, at most every ``PLAIN_INTERVAL_S``; a live table refreshes itself.
+
+        The verdict of the parity gates is printed once, above: short where they passed, else as a table.
+        """
+        if self._tally.verdict is not None and not self._told:
+            self._told = True
+            self._tell(self._tally.verdict)
         if self._live is None and time.monotonic() - self._last_plain >= PLAIN_INTERVAL_S:
             self._plain()
 
@@ -51,6 +65,16 @@ class Screen:
             self._live = None
         elif self._tally.line:
             self._plain()
+
+    def _tell(self, verdict: Verdict) -> None:
+        if verdict.passed and not self._whole_verdict:
+            for line in parity_table.short(verdict):
+                self._console.print(Text(line), soft_wrap=True)
+        else:
+            console = self._console
+            if not console.is_terminal:
+                console = Console(file=console.file, width=PARITY_WIDTH, highlight=False)
+            console.print(parity_table.full(verdict))
 
     def _plain(self) -> None:
         text = _line_text(self._tally, self._membership, self._config)
@@ -116,6 +140,7 @@ def _line_text(tally: Tally, membership: Membership, config: Config) -> str:
         f"tok/s {line['throughput/generated_tokens_per_s']:.0f} gen {line['throughput/trained_tokens_per_s']:.0f} "
         f"train  ready {line['buffer/ready_groups']:.0f}  sync {1e3 * line['sync/seconds']:.0f} ms "
         f"pause {1e3 * line['sync/pause_seconds']:.1f} ms"
+        + (f"  parity gates failed: {line['parity/failed_gates']:.0f}" if line["parity/failed_gates"] else "")
     )
 
 
@@ -134,6 +159,8 @@ def _metrics_table(tally: Tally, config: Config) -> Table:
     table.add_row("accuracy", _accuracy(tally), "clip rate", f"{get('policy/clip_fraction'):.4f}", "buffer", fill)
     table.add_row("length", f"{get('length/mean'):.1f} tokens", "KL (k3)", f"{get('policy/kl_k3'):.2e}",
                   "sync", f"{1e3 * get('sync/seconds'):.0f} ms")  # fmt: skip
+    if failed := get("parity/failed_gates"):
+        table.add_row("parity", Text(f"{failed:.0f} gates FAILED", "red"), "", "", "", "")
     table.add_row("entropy", f"{get('policy/entropy'):.3f}", "ESS", f"{get('policy/ess'):.3f}",
                   "pause", f"{1e3 * get('sync/pause_seconds'):.1f} ms")  # fmt: skip
     return table

@@ -6,14 +6,17 @@ import time
 from typing import Any
 
 from streamrl.metrics import KEYS
+from streamrl.parity.verdict import Verdict, summary_of
 from streamrl.runtime.membership import Membership
 from streamrl.runtime.messages import Evaluated, Progress, Stepped
 from streamrl.schema import Config
+from streamrl.sharing import engine_holder
 
 OF_MANY_ACTORS = tuple(
     key
     for key in KEYS
-    if key.startswith(("store/", "arena/", "journal/")) or key in ("queue/resent", "queue/reconnects")
+    if (key.startswith(("store/", "arena/", "journal/", "engine/")) and key != "engine/kv_used")
+    or key in ("queue/resent", "queue/reconnects")
 )
 """Each actor counts its own; the line has their sum."""
 
@@ -29,8 +32,8 @@ class Tally:
         self._unreported: list[Evaluated] = []
         self.progress: Progress | None = None
         """How far a long preparation is; None once it is over."""
-        self.parity: dict[str, Any] = {}
-        """Gates passed or failed, with their numbers."""
+        self.verdict: Verdict | None = None
+        """Of the parity gates, once they have one."""
         self.weights: dict[str, Any] = {}
         """The newest version that was published, and the digest of its weights."""
         self.line: dict[str, float] = {}
@@ -50,15 +53,17 @@ class Tally:
         self._last_step_at = now
         values = dict.fromkeys(KEYS, 0.0) | message.metrics
         trained = values.pop("trained_tokens", 0.0)
-        rollouters = membership.live("rollouter")
-        busy = [member.rates.get("busy_s", 0.0) for member in rollouters]
+        engines = membership.live(engine_holder(self._config))
+        busy = [member.rates.get("busy_s", 0.0) for member in engines]
         values |= {
             "step": message.step,
             "version": message.version,
             "time_s": time_s,
             "wall_s": wall_s,
             "lag/bound": self._config.max_lag,
-            "throughput/generated_tokens_per_s": sum(m.rates.get("generated_tokens", 0.0) for m in rollouters),
+            "parity/failed_gates": len(self.verdict.failed) if self.verdict else 0,
+            "throughput/generated_tokens_per_s": sum(m.rates.get("generated_tokens", 0.0) for m in engines),
+            "engine/kv_used": max((m.gauges.get("engine/kv_used", 0.0) for m in engines), default=0.0),
             "throughput/trained_tokens_per_s": trained / wall_s,
             "throughput/groups_per_s": self._config.group.per_step / wall_s,
             "utilisation/trainer": (values["time/forward_backward"] + values["time/optimizer"]) / wall_s,
@@ -120,6 +125,6 @@ class Tally:
             "tokens_generated": membership.tokens_generated,
             "tokens_trained": self.tokens_trained,
             "restarts": membership.restarts,
-            "parity": self.parity,
+            "parity": summary_of(self.verdict) if self.verdict else {},
             "weights": self.weights,
         }

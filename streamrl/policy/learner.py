@@ -18,11 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from streamrl.errors import ConfigError, DivergedError, StalenessError
 from streamrl.loss.diagnostics import Diagnostics
-from streamrl.loss.logprobs import token_logprobs
+from streamrl.loss.head import HeadForm
+from streamrl.loss.logprobs import TokenLogprobs, token_logprobs
+from streamrl.loss.truncation import Truncation
 from streamrl.objective_checks import recomputes
 from streamrl.policy.optimizer import clip_gradients, gradient_norm, learning_rate, make_optimizer
 from streamrl.policy.packing import Packed, pack
 from streamrl.policy.parallel import accumulate_only, full_parameters, reshard, shard
+from streamrl.policy.precision import compute_dtype, forward
 from streamrl.policy.reference import columns_of, delivered, frozen_copy
 from streamrl.policy.step_loss import MicroBatch, StepLoss, environments, split
 from streamrl.schema import Config
@@ -35,13 +38,14 @@ ROW_PER_HIDDEN = 6
 class PackedPolicy(nn.Module):
     """A transformers causal LM as a function from packed rows to the log-probs of their targets."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, head_dtype: str = "float32") -> None:
         super().__init__()
         self.model = model
+        self._form = HeadForm.of(model.config, head_dtype)
 
-    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, ...]:
-        """Log-prob and entropy float32 ``[N]`` of ``packed.target``; the head runs on the N source tokens only."""
-        return self._logprobs(self._hidden(packed), packed, temperature)
+    def forward(self, packed: Packed, temperature: float, truncation: Truncation | None = None) -> tuple[Tensor, ...]:
+        """``TokenLogprobs`` ``[N]`` of ``packed.target``; the head runs on the N source tokens only."""
+        return self._logprobs(self._hidden(packed), packed, temperature, truncation)
 
     def _hidden(self, packed: Packed) -> Tensor:
         body = self.model.get_decoder()(
@@ -52,32 +56,38 @@ class PackedPolicy(nn.Module):
         )
         return body.last_hidden_state.flatten(0, 1).index_select(0, packed.source)
 
-    def _logprobs(self, hidden: Tensor, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, hidden: Tensor, packed: Packed, temperature: float, truncation: Truncation | None
+    ) -> TokenLogprobs:
         head = self.model.get_output_embeddings()
-        return token_logprobs(hidden, head.weight, packed.target, temperature, bias=getattr(head, "bias", None))
+        bias = getattr(head, "bias", None)
+        return token_logprobs(
+            hidden, head.weight, packed.target, temperature, bias, form=self._form, truncation=truncation
+        )
 
 
 class ActorCritic(PackedPolicy):
     """The same with a linear head, 0 at the start, that reads the value of the state before each target."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, head_dtype: str = "float32") -> None:
+        super().__init__(model, head_dtype)
         device = next(model.parameters()).device
         self.value = nn.Linear(model.config.hidden_size, 1, device=device, dtype=torch.float32)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
-    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, ...]:
-        """Log-prob, entropy and value float32 ``[N]``."""
+    def forward(self, packed: Packed, temperature: float, truncation: Truncation | None = None) -> tuple[Tensor, ...]:
+        """``TokenLogprobs`` and value float32 ``[N]``."""
         hidden = self._hidden(packed)
-        return *self._logprobs(hidden, packed, temperature), self.value(hidden.float()).squeeze(1)
+        return *self._logprobs(hidden, packed, temperature, truncation), self.value(hidden.float()).squeeze(1)
 
 
 class Learner:
     """Owns the policy's parameters on this rank, their gradients and the optimizer.
 
-    ``model`` is a transformers causal LM with sdpa attention, equal on all ranks; with a ``mesh`` of more than one rank
-    it is sharded in place. ``updates`` counts batches and drives the schedule; a restart sets it and the optimizer.
+    ``model`` is a transformers causal LM in float32 with sdpa attention, equal on all ranks; with a ``mesh`` of more
+    than one rank it is sharded in place. It computes in ``model.dtype`` (``precision.py``). ``updates`` counts batches
+    and drives the schedule; a restart sets it and the optimizer.
     """
 
     def __init__(self, config: Config, model: Any, mesh: DeviceMesh | None = None) -> None:
@@ -91,16 +101,19 @@ class Learner:
         self.updates = 0
         self.columns = columns_of(config)
         """What each trajectory of a batch has to bring beside the standard columns."""
-        self._policy = ActorCritic(model) if config.loss.advantage == "gae" else PackedPolicy(model)
+        self._dtype = compute_dtype(config.model.dtype)
+        self._truncation = Truncation.of(config.sampling)
+        kind = ActorCritic if config.loss.advantage == "gae" else PackedPolicy
+        self._policy = kind(model, config.model.head_dtype)
         self._loss = StepLoss(config.loss)
         frozen = frozen_copy(config, model)
-        self._reference = None if frozen is None else PackedPolicy(frozen)
+        self._reference = None if frozen is None else PackedPolicy(frozen, config.model.head_dtype)
         self._rank, self._ranks, self._group = 0, 1, None
         if mesh is not None and mesh.size() > 1:
             self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
-            shard(self._policy, model.get_decoder().layers, mesh)
+            shard(self._policy, model.get_decoder().layers, mesh, self._dtype)
             if self._reference is not None:
-                shard(self._reference, self._reference.model.get_decoder().layers, mesh)
+                shard(self._reference, self._reference.model.get_decoder().layers, mesh, self._dtype)
         self.optimizer = make_optimizer(self._policy, config.trainer)
         self._parameters = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
         self._device = self._parameters[0].device
@@ -148,20 +161,37 @@ class Learner:
         metrics["time/optimizer"] = optimizer_seconds
         return metrics
 
-    def score(self, token_ids: Sequence[int] | np.ndarray, temperature: float = 1.0) -> np.ndarray:
-        """Log-probs float32 ``[T]`` of each token given those before it (first: 0), as ``Engine.score``. Collective."""
-        tokens = np.asarray(token_ids, dtype=np.int32)
-        scores = np.zeros(len(tokens), dtype=np.float32)
-        if len(tokens) > 1:
+    def score(
+        self, token_ids: Sequence[int] | np.ndarray, temperature: float = 1.0, truncation: Truncation | None = None
+    ) -> np.ndarray:
+        """Log-probs float32 ``[T]`` of each token given those before it, the first 0. Collective.
+
+        Without ``truncation`` as ``Engine.score``; with it those of sampled tokens, as ``Engine.generate`` gives them.
+        """
+        return self.score_all([token_ids], temperature, truncation)[0]
+
+    def score_all(
+        self,
+        rows: Sequence[Sequence[int] | np.ndarray],
+        temperature: float = 1.0,
+        truncation: Truncation | None = None,
+    ) -> list[np.ndarray]:
+        """``score`` of each row, many in one pass: at most ``trainer.token_budget`` tokens. Collective."""
+        tokens = [np.asarray(row, dtype=np.int32) for row in rows]
+        scores = [np.zeros(len(row), dtype=np.float32) for row in tokens]
+        for part in _parts([len(row) for row in tokens], self.config.trainer.token_budget):
             with torch.no_grad():
-                logprobs, *_ = self._policy(_scoring_row(tokens).to(self._device), temperature)
+                packed = _scoring([tokens[index] for index in part], self._row_tokens).to(self._device)
+                logprobs, *_ = forward(self._policy, self._dtype, packed, temperature, truncation)
             reshard(self._policy)
-            scores[1:] = logprobs.cpu().numpy()
+            ends = np.cumsum([len(tokens[index]) - 1 for index in part])[:-1]
+            for index, own in zip(part, np.split(logprobs.cpu().numpy(), ends), strict=True):
+                scores[index][1:] = own
         return scores
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """``(name, full tensor)`` of every parameter, gathered one at a time. Collective."""
-        return full_parameters(self.model)
+        """``(name, full tensor)`` of every parameter in ``model.dtype``, as engines get it, one by one. Collective."""
+        return full_parameters(self.model, self._dtype)
 
     def _laid_out(self, groups: list[TrainGroup], batch: RankBatch, envs: list[str]) -> MicroBatch:
         packed = pack(groups, batch.version, batch.oldest_allowed, self._row_tokens)
@@ -178,21 +208,20 @@ class Learner:
 
     def _before(self, parts: list[list[MicroBatch]]) -> Mapping[str, Tensor] | None:
         """Log-probs of the policy before its first update and of the reference, where they are needed. Collective."""
-        every = [micro for part in parts for micro in part]
-        for policy, name, needed in (
-            (self._policy, "proximal", recomputes(self.config.loss)),
-            (self._reference, "reference", self._reference is not None),
-        ):
-            if not needed:
-                continue
-            assert policy is not None
-            with torch.no_grad():
+        every, temperature = [micro for part in parts for micro in part], self.config.sampling.temperature
+        with torch.no_grad():
+            if recomputes(self.config.loss):
                 for micro in every:
-                    logprobs, _, *values = policy(micro.packed, self.config.sampling.temperature)
-                    setattr(micro, name, logprobs)
+                    found = forward(self._policy, self._dtype, micro.packed, temperature, self._truncation)
+                    micro.proximal, _, micro.outside, *values = found
                     if values:
                         (micro.values,) = values
-            reshard(policy)
+                reshard(self._policy)
+            if self._reference is not None:
+                for micro in every:
+                    # Not truncated: KL(π‖π_ref) needs π_ref to be positive wherever π samples (docs/numerics.md).
+                    micro.reference = forward(self._reference, self._dtype, micro.packed, temperature)[0]
+                reshard(self._reference)
         self._loss.estimate(every, self._group)
         self._loss.renormalise(every, self._group)
         return self._loss.statistics(every, self._group)
@@ -203,14 +232,21 @@ class Learner:
         updates = self.config.loss.updates_per_batch
         for index, micro in enumerate(part, start=1):
             accumulate_only(self._policy, on=index < len(part))
-            logprobs, entropy, *values = self._policy(micro.packed, self.config.sampling.temperature)
+            temperature = self.config.sampling.temperature
+            found = forward(self._policy, self._dtype, micro.packed, temperature, self._truncation)
+            logprobs, entropy, outside, *values = found
             result, columns = self._loss(micro, logprobs, statistics, *values)
             # Of several updates each stands for the whole batch. An empty micro-batch goes all the way too: the other
             # ranks wait for this one in the collectives.
             (updates * result.loss).backward()
             packed = micro.packed
             before = logprobs.detach() if micro.proximal is None else micro.proximal
-            diagnostics.add(result, entropy, packed.lag, before, packed.masked_tokens, micro.envs, columns)
+            outside = outside if micro.outside is None else micro.outside
+            aged = packed.lag > 0
+            if self.config.engine.kv == "keep":
+                aged |= packed.carried
+            columns |= {"fresh_outside": outside & ~aged, "aged_outside": outside & aged}
+            diagnostics.add(result, entropy, packed.lag, aged, before, packed.masked_tokens, micro.envs, columns)
 
     def _check_finite(self, where: str, loss: float, norm: float, broken: list[int], untouched: bool) -> None:
         weights = "the weights are unchanged" if untouched else "the weights are those of the update before"
@@ -230,9 +266,26 @@ class Learner:
         self.optimizer.step()
 
 
-def _scoring_row(tokens: np.ndarray) -> Packed:
-    """Every token but the first as a target."""
-    sampled = np.arange(len(tokens)) > 0
-    trajectory = Trajectory(tokens, sampled, np.zeros(len(tokens), np.float32), [(0, len(tokens) - 1)])
-    group = TrainGroup(0, "", [trajectory], np.zeros(1), np.zeros(1))
-    return pack([group], version=0, oldest_allowed=0, row_tokens=len(tokens))
+def _parts(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Indices of rows with anything to score, in order, dealt to passes of at most ``most`` tokens."""
+    parts: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if length < 2:
+            continue
+        if not parts or length > room:
+            parts.append([])
+            room = most
+        parts[-1].append(index)
+        room -= length
+    return parts
+
+
+def _scoring(rows: Sequence[np.ndarray], row_tokens: int) -> Packed:
+    """Every token of each row but the first as a target."""
+    groups = []
+    for tokens in rows:
+        sampled = np.arange(len(tokens)) > 0
+        trajectory = Trajectory(tokens, sampled, np.zeros(len(tokens), np.float32), [(0, len(tokens) - 1)])
+        groups.append(TrainGroup(0, "", [trajectory], np.zeros(1), np.zeros(1)))
+    return pack(groups, version=0, oldest_allowed=0, row_tokens=row_tokens)

@@ -74,13 +74,21 @@ def prepare_model(config: Config, lessons: Lessons | None, progress: Progress) -
     return _from_hub(name)
 
 
-def load_model(folder: Path | str, dtype: str, device: str = "cpu") -> PreTrainedModel:
-    """The causal language model in ``folder`` with its parameters in ``dtype`` (such as ``float32``), in eval mode."""
+def load_model(folder: Path | str, dtype: str, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """The causal language model in ``folder`` with its parameters in ``dtype`` (such as ``float32``), in eval mode.
+
+    Raises ``ConfigError`` for a CUDA device that is not there.
+    """
+    where = torch.device(device)
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"engine.device={device}: found {torch.cuda.device_count()} CUDA devices; set engine.device=cpu"
+        )
     transformers.utils.logging.disable_progress_bar()  # a bar per actor would run through the live table
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True, use_safetensors=True
     )
-    model.to(torch.device(device))  # type: ignore[arg-type]
+    model.to(where)  # type: ignore[arg-type]
     return model
 
 

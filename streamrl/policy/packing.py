@@ -53,6 +53,9 @@ class Packed:
     """float32 ``[N]``, weight of the token in the batch's loss."""
     lag: Tensor
     """int64 ``[N]``, trainer's version − the token's version."""
+    carried: Tensor
+    """bool ``[N]``, sampled after an update in the middle of its turn: an engine that keeps its KV cache across updates
+    (``engine.kv=keep``) read keys and values there that an older version had computed."""
     trajectory: Tensor
     """int64 ``[N]``, which trajectory of the micro-batch."""
     turns_left: Tensor
@@ -111,6 +114,7 @@ def pack(groups: list[TrainGroup], version: int, oldest_allowed: int, row_tokens
         advantages=torch.from_numpy(advantages),
         token_weights=torch.from_numpy(token_weights),
         lag=torch.from_numpy(version - targets.version),
+        carried=torch.from_numpy(targets.carried),
         trajectory=torch.from_numpy(targets.trajectory),
         turns_left=torch.from_numpy(targets.turns_left),
         reward_shift=torch.from_numpy(targets.reward_shift),
@@ -129,6 +133,7 @@ class _Targets:
     token: np.ndarray
     behaviour: np.ndarray
     version: np.ndarray
+    carried: np.ndarray
     turns_left: np.ndarray
     reward_shift: np.ndarray
     masked: int
@@ -156,7 +161,8 @@ def _targets(trajectories: list[Trajectory], version: int, oldest_allowed: int) 
     behaviour = np.concatenate([np.zeros(0, dtype=np.float32), *(t.behaviour for t in trajectories)])
     kept = sampled[fresh]
     opens = np.diff(trajectory, prepend=-1) != 0
-    turn = np.cumsum(opens | (np.diff(position, prepend=0) != 1))
+    begins = opens | (np.diff(position, prepend=0) != 1)
+    turn = np.cumsum(begins)
     last = np.zeros(len(trajectories), dtype=np.int64)
     np.maximum.at(last, trajectory, turn)
     return _Targets(
@@ -165,6 +171,7 @@ def _targets(trajectories: list[Trajectory], version: int, oldest_allowed: int) 
         token=tokens[kept].astype(np.int64),
         behaviour=behaviour[kept].astype(np.float32),
         version=versions[fresh],
+        carried=(versions != versions[begins][turn - 1])[fresh],
         turns_left=(last[trajectory] - turn)[fresh],
         reward_shift=_reward_shift(trajectories, trajectory[fresh], turn[fresh], last),
         masked=int(len(versions) - len(kept)),

@@ -19,29 +19,36 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from streamrl.policy.precision import mixed_precision
+
+
+def rank_device(rank: int) -> torch.device:
+    """Where a trainer rank computes: rank r on CUDA device r, modulo how many there are, else on the CPU."""
+    return torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+
 
 def init_ranks(rank: int, world_size: int, store_path: str | Path, timeout_s: float = 300.0) -> DeviceMesh | None:
     """Join the trainer ranks of this host through the file ``store_path``, new for each start; returns their 1-D mesh.
 
-    NCCL where CUDA is there (rank r takes device r), else gloo on the loopback interface. One rank needs no process
+    NCCL where CUDA is there (``rank_device``), else gloo on the loopback interface. One rank needs no process
     group: returns None. Collective; a collective in which a rank is missing fails after ``timeout_s`` seconds.
     """
     if world_size == 1:
         return None
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device = rank_device(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     else:
         # By default gloo binds to whatever the host name resolves to, which may be public or not resolve at all.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         store=dist.FileStore(str(store_path), world_size),
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
-    return dist.init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+    return dist.init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
 
 
 def close_ranks() -> None:
@@ -50,17 +57,21 @@ def close_ranks() -> None:
         dist.destroy_process_group()
 
 
-def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh) -> None:
+def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
     """Shard ``root`` in place over the ranks of ``mesh``: each of ``layers`` alone, everything else with the root.
 
     ``root`` is the module whose forward the trainer calls; embedding and head lie in its own unit, so that tied ones
-    stay one parameter. Every rank must hold equal parameters. Layers stay gathered between forward and backward on
-    CPU, where memory is cheaper than another gather.
+    stay one parameter. It computes in ``dtype``, but for its ``value`` head. Every rank must hold equal parameters.
+    Layers stay gathered between forward and backward on CPU, where memory is cheaper than another gather.
     """
     again = mesh.device_type != "cpu"
+    policy = mixed_precision(dtype)
+    value = getattr(root, "value", None)
+    if value is not None:
+        fully_shard(value, mesh=mesh, reshard_after_forward=again)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=again)
-    fully_shard(root, mesh=mesh, reshard_after_forward=again)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+    fully_shard(root, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
     for module in _units(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -79,14 +90,14 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
-def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """``(name, full tensor)`` for every parameter, tied ones once, as ``model.named_parameters()`` names them.
+def full_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+    """``(name, full tensor in dtype)`` of every parameter, tied ones once, as ``model.named_parameters()`` names them.
 
     Collective: gathers one parameter at a time, so that every rank must walk the whole iterator in step. On one rank
-    the tensors are the parameters' own storage, not copies.
+    the tensors are the parameters' own storage where they have that dtype, not copies.
     """
     for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
+        tensor = parameter.detach().to(dtype)
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, from_numpy
 from streamrl.errors import ConfigError
 from streamrl.objective_checks import serves_reference
 from streamrl.policy.model import load_model
+from streamrl.policy.precision import compute_dtype, freeze
 from streamrl.schema import Config
 from streamrl.types import TrainGroup, Trajectory, expand_versions
 
@@ -33,8 +34,11 @@ def frozen_copy(config: Config, model: Any) -> Any | None:
     kl = config.loss.kl
     if not kl.reference or serves_reference(config):
         return None
-    found = copy.deepcopy(model) if kl.reference == "initial" else load_model(kl.reference, config.model.dtype).eval()
-    return found.requires_grad_(False)
+    if kl.reference == "initial":
+        found = copy.deepcopy(model)
+    else:
+        found = load_model(kl.reference, config.model.dtype, model.device).eval()
+    return freeze(found, compute_dtype(config.model.dtype))
 
 
 def delivered(groups: Sequence[TrainGroup], oldest_allowed: int) -> Tensor:

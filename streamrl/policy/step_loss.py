@@ -37,6 +37,8 @@ class MicroBatch:
     """bool ``[trajectories]``."""
     proximal: Tensor | None = None
     """float32 ``[N]``, log π_old, where the trainer recomputes it."""
+    outside: Tensor | None = None
+    """bool ``[N]``, with it: π_old's truncation would not have let the token be sampled."""
     reference: Tensor | None = None
     """float32 ``[N]``, log π_ref, where there is a reference policy."""
     values: Tensor | None = None

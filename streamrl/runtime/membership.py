@@ -58,8 +58,8 @@ class Membership:
 
     @property
     def tokens_generated(self) -> int:
-        """By all rollouters, those that died included, up to their last heartbeats."""
-        return int(self._retired_tokens + sum(m.gauges.get("generated_tokens", 0.0) for m in self.of("rollouter")))
+        """By all engines of rollouters, those that died included, up to their last heartbeats."""
+        return int(self._retired_tokens + sum(m.gauges.get("generated_tokens", 0.0) for m in self.members.values()))
 
     def add(self, spec: ActorSpec) -> Member:
         member = Member(spec)

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from streamrl.errors import WireError
+from streamrl.parity.records import Asked, EngineReport, TrainerReport
 
 SCHEMA = 1
 
@@ -65,11 +66,16 @@ class Evaluated(Message):
     """(prompt, answer, reward) of the first few held-out tasks."""
 
 
-class Scored(Message):
-    """Log-probs of the probe (``actors/probe.py``) under ``version``: by the trainer, and by each engine (C7)."""
+class Probed(Message):
+    """What an engine says of the parity probe under version 0 (C7)."""
 
-    version: int
-    logprobs: list[float]
+    report: EngineReport
+
+
+class Scored(Message):
+    """Trainer rank 0: its answer to ``ScoreProbe``."""
+
+    report: TrainerReport
 
 
 class Unresponsive(Message):
@@ -119,8 +125,14 @@ class Start(Message):
     """Everybody is ready: begin."""
 
 
+class ScoreProbe(Message):
+    """To every trainer rank: score these rows; rank 0 answers with ``Scored``."""
+
+    rows: list[Asked]
+
+
 class GatePassed(Message):
-    """To trainer rank 0: engines and trainer agree on the probe, training may begin."""
+    """To every trainer rank: engines and trainer agree on the probe, training may begin."""
 
 
 class Members(Message):
@@ -131,7 +143,7 @@ class Members(Message):
 
 
 class HolderLost(Message):
-    """To the buffer: this rollouter died; its leases go back."""
+    """To the buffer: this rollouter died, its leases go back; to engine hosts: its requests are forgotten."""
 
     holder: str
 
@@ -141,8 +153,8 @@ class Stop(Message):
 
 
 Any_ = (
-    Hello | Ready | Heartbeat | Event | Stepped | Evaluated | Scored | Unresponsive | Progress | Statistics | Finished
-    | Failed | Tick | Start | GatePassed | Members | HolderLost | Stop
+    Hello | Ready | Heartbeat | Event | Stepped | Evaluated | Probed | Scored | Unresponsive | Progress | Statistics
+    | Finished | Failed | Tick | Start | ScoreProbe | GatePassed | Members | HolderLost | Stop
 )  # fmt: skip
 
 _decoder = msgspec.msgpack.Decoder(Any_)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import importlib
-import logging
 import os
 import select
 import shutil
@@ -25,23 +23,12 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from streamrl.runtime.actor import ActorSpec
+from streamrl.runtime.living import KINDS, execute, interpreter_of, live
 
-KINDS = {
-    "preparer": "streamrl.actors.preparer:Preparer",
-    "buffer": "streamrl.actors.buffer:Buffer",
-    "store": "streamrl.actors.store:Store",
-    "trainer": "streamrl.actors.trainer:Trainer",
-    "rollouter": "streamrl.actors.rollouter:Rollouter",
-    "reference": "streamrl.actors.reference:Reference",
-    "evaluator": "streamrl.actors.evaluator:Evaluator",
-    "scorer": "streamrl.actors.scorer:Scorer",
-    "replayer": "streamrl.actors.replayer:Replayer",
-}
 PRELOAD = (
     "torch",
     "torch.distributed.fsdp",
@@ -179,7 +166,10 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _become(spec: ActorSpec, spawner: int) -> int:
-    """In the forked child: own process group, own log, die with the spawner, then live as the actor."""
+    """In the forked child: own process group, own log, die with the spawner, then live as the actor.
+
+    An actor with an interpreter of its own (``engine.python``) is executed by it and does not return.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != spawner:
         return 1  # it died before the line above
@@ -190,18 +180,9 @@ def _become(spec: ActorSpec, spawner: int) -> int:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks for stacks
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
-
-    import uvloop
-
-    actor = actor_class(spec.kind)(spec)
-    return uvloop.run(actor.live())
-
-
-def actor_class(kind: str) -> Any:
-    module, _, name = KINDS[kind].partition(":")
-    return getattr(importlib.import_module(module), name)
+    if python := interpreter_of(spec):
+        execute(python, spec)
+    return live(spec)
 
 
 def main() -> None:

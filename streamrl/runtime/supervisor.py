@@ -134,7 +134,7 @@ class Supervisor(ABC):
 
     async def _lost(self, member: Member, code: int) -> None:
         """Replace an actor that can be; end the run for any other, whose state cannot be rebuilt."""
-        if member.spec.kind == "rollouter" and member.stopping:
+        if member.spec.kind in ("rollouter", "engine") and member.stopping:
             return  # its work was done; the event says how it ended
         if code > 0:  # it left by itself: its last words come by another socket than the news of its death
             with contextlib.suppress(errors.DeadlineExceeded):

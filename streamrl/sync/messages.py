@@ -4,11 +4,13 @@
 
     subscriber            publisher
         Hello       →                         at every connect, also to a publisher that was restarted
-                    ←     Welcome             where the memory is and how it is laid out
-                    ←     Stage               version v lies in the memory, with these digests
-        Staged      →                         verified (or StageFailed)
-                    ←     Commit              every live member staged it
+                    ←     Welcome             how buckets travel, and the plan of a version
+                    ←     Stage               version v comes, with the buckets that are complete so far
+                    ←     Buckets             further ones, while the rest is still gathered
+        Staged      →                         all are here and verified (or StageFailed)
+                    ←     Commit              every live member staged it, or nobody waits for the others (rolling)
         Committed   →                         it serves (or CommitFailed: the old weights serve)
+        Rejected    →                         it serves and does not score as the trainer says
                     ←     Discard             instead of Commit, when the update was given up
 
 An observer copies the version before it answers Staged; Commit tells it that the version is current, without an answer.
@@ -25,7 +27,7 @@ import msgspec
 from streamrl.errors import WireError
 from streamrl.sync.manifest import Manifest
 
-WIRE_SCHEMA = 1
+WIRE_SCHEMA = 2
 
 FRAME_LIMIT = 64 << 20
 """Bytes of one frame; ZeroMQ drops the connection of a peer that sends more. A manifest takes about 100 per tensor."""
@@ -44,22 +46,49 @@ class Hello(Message):
 
 class Welcome(Message):
     session: str
-    path: str
+    transport: str
+    address: str
+    """Where the transport's receivers find its sender."""
     manifest: Manifest
+
+
+class BucketEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One bucket that can be fetched."""
+
+    digest: int
+    """xxh3-64 of its bytes."""
+    payload_bytes: int
+    """What travels: its bytes, or their code against the base."""
+    delta: bool
 
 
 class Stage(Message):
     session: str
     update: int
     version: int
-    digests: list[int]
+    slot: int
+    attempt: int
+    """Over 0: this member is staged once more."""
     private: bool
-    """Copy the tensors out before ``Staged``: the slot may be reused before ``Commit``."""
+    """For this member alone. What lies in shared memory is copied out: the slot may be reused before ``Commit``."""
+    base: int
+    """Version that the codes are against, which lies in the other slot; -1 without codes."""
+    buckets: list[BucketEntry]
+
+
+class Buckets(Message):
+    session: str
+    update: int
+    first: int
+    """Number of the first of them."""
+    buckets: list[BucketEntry]
 
 
 class Commit(Message):
     session: str
     update: int
+    scores: list[float]
+    """The trainer's log-probs of the canary's tokens under this version; empty: it is not judged."""
 
 
 class Discard(Message):
@@ -82,11 +111,23 @@ class Committed(Message):
     session: str
     update: int
     pause_seconds: float
+    canary_rms: float
+    """Root mean square of engine minus trainer on the canary, nats; 0 where it was not judged."""
 
 
 class CommitFailed(Message):
     session: str
     update: int
+    reason: str
+
+
+class Rejected(Message):
+    """The version serves, and must not: its log-probs are not the trainer's."""
+
+    session: str
+    update: int
+    pause_seconds: float
+    canary_rms: float
     reason: str
 
 
@@ -96,9 +137,11 @@ class Refused(Message):
     reason: str
 
 
-ToPublisher = Hello | Staged | StageFailed | Committed | CommitFailed | Refused
-Reply = Staged | StageFailed | Committed | CommitFailed
-ToSubscriber = Welcome | Stage | Commit | Discard | Refused
+ToPublisher = Hello | Staged | StageFailed | Committed | CommitFailed | Rejected | Refused
+Reply = Staged | StageFailed | Committed | CommitFailed | Rejected
+ToSubscriber = Welcome | Stage | Buckets | Commit | Discard | Refused
+
+OfUpdate = Stage | Buckets | Commit | Discard | Reply
 
 _T = TypeVar("_T", bound=Message)
 _ENCODER = msgspec.msgpack.Encoder()

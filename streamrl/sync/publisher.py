@@ -1,52 +1,36 @@
-"""The trainer's side of the weight sync: writes versions into shared memory and brings them to every member (C5).
+"""The trainer's side of the weight sync: brings versions into the memory of every member, and into service (C5).
 
 ::
 
-    write(v)     slot v % 2 ← tensors, digests          on a worker thread, while every engine generates
-    publish(v)   Stage → all … Staged ← all             engines generate on; any failure here changes nothing anywhere
-                 Commit → all … Committed ← all         pause, load, resume in each engine
-                 current_version = v
+    open(v)      a slot for v
+    publish(v)   Stage → all … Buckets → all            while the rest of v is still written, and every engine generates
+                 … Staged ← all                         any failure up to here changes nothing anywhere
+                 Commit → all … Committed ← all         pause, load, resume in each engine, canary
+                 current_version = v                    or, rejected by a canary: everybody back to the version before
 
-A member that joins or restarts later is brought to ``current_version`` by an update of its own. It copies the slot
-before it answers, so that neither the update of the others nor the next ``write`` waits for it.
+With ``rolling`` a member is told to commit as soon as it has staged; else when all have.
+
+A member that joins or restarts later is brought to ``current_version`` by an update of its own. It has a copy of
+its own before it answers, so that neither the update of the others nor the next version waits for it. A rejected
+version is undone in the same way.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
 
-import zmq
-import zmq.asyncio
-
-from streamrl.errors import WeightSyncError, WireError
+from streamrl.errors import WeightSyncError
 from streamrl.sync import messages as wire
-from streamrl.sync.arena import Arena, NamedTensors
+from streamrl.sync.content import Content
 from streamrl.sync.digest import weights_digest
-from streamrl.sync.manifest import Manifest
+from streamrl.sync.exchange import Exchange, OnEvent
+from streamrl.sync.report import PublishReport
 from streamrl.sync.roster import Roster
+from streamrl.sync.slab import Slab
 from streamrl.sync.update import Order, Orders, Phase, Step, Update
-
-OnEvent = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class PublishReport:
-    """What one weight update took, as in the ``sync/`` metrics."""
-
-    version: int
-    seconds: float
-    """From the call of ``publish`` (or its turn) until every live member acknowledged."""
-    pause_seconds: float
-    """Longest time that one engine stood still."""
-    bytes: int
-    """Bytes of weights that each member received."""
-    rollouters: int
-    """Rollouters that serve the version."""
 
 
 @dataclass
@@ -54,7 +38,7 @@ class _Running:
     """An update under way."""
 
     update: Update
-    digests: list[int]
+    content: Content
     done: asyncio.Future[None]
     phase: Phase = Phase.STAGE
     """The last phase that was acted on."""
@@ -64,36 +48,33 @@ class _Running:
 
 
 class Publisher:
-    """Publishes versions to the members named by ``set_members``. All methods but ``write`` belong to the event loop.
+    """Publishes versions to the members named by ``set_members``. All methods belong to the event loop.
 
     ``timeout_s``: what a member may take for one phase before ``on_unresponsive(member, waited_for)`` is called, with
     ``waited_for`` one of ``connect``, ``stage``, ``commit``; the caller then ends it and takes it out with
     ``set_members``, or restarts it. After the same time again ``publish`` raises. ``on_unresponsive`` is also called
-    for a member that the others left behind: it serves an older version, and only a restart brings it back.
+    for a member that the others left behind: it serves an older version, and only a restart brings it back. The time
+    for staging counts from when the version is written. With ``rolling`` nobody waits for the others to commit.
     """
 
     def __init__(
         self,
         endpoint: str,
-        manifest: Manifest,
+        slab: Slab,
         *,
         timeout_s: float,
         on_event: OnEvent,
         on_unresponsive: Callable[[str, str], None],
+        rolling: bool = False,
     ) -> None:
-        self.manifest = manifest
         self.current_version = -1
         """The version that every live member serves; -1 before the first."""
-        self.malformed_frames = 0
-        self._endpoint = endpoint
         self._timeout_s = timeout_s
         self._on_event = on_event
         self._on_unresponsive = on_unresponsive
-        self._session = os.urandom(8).hex()
-        self._socket: zmq.asyncio.Socket | None = None
-        self._arena = Arena(manifest)
-        self._written: dict[int, tuple[int, list[int]]] = {}
-        """Slot → version in it and its digests."""
+        self._rolling = rolling
+        self._exchange = Exchange(endpoint, self._take, on_event)
+        self._slab = slab
         self._queued: list[int] = []
         """Versions of the ``publish`` calls that are not over."""
         self._turn = asyncio.Lock()
@@ -103,59 +84,45 @@ class Publisher:
         self._running: dict[int, _Running] = {}
         self._updates = 0
 
+    @property
+    def malformed_frames(self) -> int:
+        return self._exchange.malformed_frames
+
     async def run(self) -> None:
-        """Own the socket until cancelled; updates that are under way then fail with ``WeightSyncError``."""
-        socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        """Serve until cancelled; updates that are under way then fail with ``WeightSyncError``."""
         try:
-            socket.linger = 0
-            socket.router_mandatory = True  # a member that is gone is an error of the send, not a silent loss
-            socket.router_handover = True  # a member that reconnects takes its identity along
-            socket.maxmsgsize = wire.FRAME_LIMIT
-            socket.bind(self._endpoint)
-            self._socket = socket
-            while True:
-                identity, *frames = await socket.recv_multipart()
-                self._take(identity, frames)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._exchange.run(), name="weights-exchange")
+                tasks.create_task(self._slab.sender.run(), name="weights-sender")
         finally:
-            self._socket = None
-            socket.close()
             for running in list(self._running.values()):
                 self._drop(running, WeightSyncError("the weight publisher was stopped during an update"))
 
     def close(self) -> None:
-        """Free the shared memory; members that mapped it keep it until they let go. After ``run`` has ended."""
-        self._arena.close()
+        """Free the slab; members that mapped it keep it until they let go. After ``run`` has ended."""
+        self._slab.close()
 
-    def write(self, version: int, named_tensors: NamedTensors) -> None:
-        """Copy all tensors into the version's slot. Blocks for the copy: call it on a worker thread.
+    def open(self, version: int) -> Content:
+        """A free slot for ``version``, to be written by one thread. ``publish`` may be called at once.
 
-        Raises ``WeightSyncError`` when names, shapes or dtypes are not those of the manifest. The slot must be free:
-        the version in it is neither the current one nor being published.
+        A slot is free when the version in it is neither the current one nor being published.
         """
-        slot = version % 2
-        held, _ = self._written.get(slot, (None, []))
-        assert held is None or held not in (self.current_version, *self._queued), (
-            f"version {version} would overwrite version {held}, which is still needed"
-        )
-        self._written.pop(slot, None)
-        self._written[slot] = (version, self._arena.write(version, named_tensors))
+        return self._slab.open(version, self.current_version, self._queued)
 
     async def publish(self, version: int, *, observe: bool = False) -> PublishReport:
-        """Bring ``version``, written before, to every member; observers take part where ``observe`` says so.
+        """Bring ``version``, which is being written or was, to every member; observers where ``observe`` says so.
 
         Calls queue up. Raises ``WeightSyncError`` when a member refuses the version twice or stays unresponsive for
-        ``2 × timeout_s``; the old version then serves on, unless some had committed: the message and
-        ``current_version`` tell. Cancelling the call gives the update up.
+        ``2 × timeout_s``, or when it cannot be written or sent; the old version then serves on, unless some had
+        committed: the message and ``current_version`` tell. Cancelling the call gives the update up.
         """
-        held, _ = self._written.get(version % 2, (None, []))
-        assert held == version, f"version {version} was not written"
+        content = self._slab.content(version)
+        assert content is not None, f"version {version} was not written"
         self._queued.append(version)
         try:
             async with self._turn:
-                assert self.current_version in (-1, version - 1), (
-                    f"version {version} cannot follow version {self.current_version}"
-                )
-                return await self._publish(version, self._observers if observe else set())
+                assert version > self.current_version, f"version {version} cannot follow {self.current_version}"
+                return await self._publish(content, self._observers if observe else set())
         finally:
             self._queued.remove(version)
 
@@ -167,6 +134,7 @@ class Publisher:
         assert not rollouters & observers, f"both rollouter and observer: {sorted(rollouters & observers)}"
         gone = (self._rollouters | self._observers) - rollouters - observers
         self._rollouters, self._observers = set(rollouters), set(observers)
+        self._slab.sender.set_members(rollouters)
         for name in gone:
             self._roster.doubt(name)
             for running in list(self._running.values()):
@@ -178,47 +146,85 @@ class Publisher:
 
     # Updates under way ------------------------------------------------------------------------------------------------
 
-    async def _publish(self, version: int, observers: set[str]) -> PublishReport:
+    async def _publish(self, content: Content, observers: set[str]) -> PublishReport:
         started = time.monotonic()
         for late in list(self._running.values()):
             if late.update.members & self._rollouters:
                 self._drop(late)  # a late joiner goes straight to the new version
-        running = self._begin(Update(self._next(), version, self._rollouters, observers))
-        update = running.update
+        update = Update(self._next(), content.number, self._rollouters, observers, rolling=self._rolling)
+        running = self._begin(update, content)
         try:
+            await self._offer(running)
             await running.done
+            if update.phase is Phase.REJECTED:
+                await self._bring_back(update)
         except asyncio.CancelledError:
             if update.phase is Phase.COMMIT:  # some may serve it by now: bring them back
                 for name in update.members:
                     self._roster.doubt(name)
             self._follow(running, update.give_up())
             raise
+        except WeightSyncError:
+            self._slab.distrust()
+            raise
         finally:
             self._catch_up()
         if running.expired:
-            raise WeightSyncError(f"version {version} serves, but not everywhere: {_reasons(update)}")
+            raise WeightSyncError(f"version {content.number} serves, but not everywhere: {_reasons(update)}")
         return PublishReport(
-            version=version,
+            version=content.number,
             seconds=time.monotonic() - started,
             pause_seconds=max(update.pauses.values(), default=0.0),
-            bytes=self.manifest.payload_bytes,
+            bytes=self._slab.manifest.payload_bytes,
+            delta_fraction=content.payload_bytes / max(1, self._slab.manifest.slot_bytes),
             rollouters=len(update.committed),
+            canary_rms=update.canary_rms,
+            rejected=_reasons(update) if update.phase is Phase.REJECTED else "",
         )
+
+    async def _offer(self, running: _Running) -> None:
+        """Let members fetch the version as it is written; from its end on they have ``timeout_s`` to stage it."""
+        try:
+            await self._slab.offer(running.content, self._announce)
+        except WeightSyncError as error:
+            running.update.failures |= {"publisher": str(error)}
+            self._follow(running, running.update.give_up())
+            return
+        if running.update.number in self._running and running.phase is Phase.STAGE:
+            self._set_deadline(running)
+
+    def _announce(self, content: Content, offered: int) -> None:
+        """Tell everybody who stages the version that its first ``offered`` buckets can be fetched."""
+        first, content.offered = content.offered, offered
+        for running in list(self._running.values()):
+            if running.content is content:
+                for name in running.update.staging():
+                    self._send(name, self._buckets(name, running, first))
+
+    async def _bring_back(self, update: Update) -> None:
+        """Every member that may serve the rejected version gets the current one, as a late joiner would."""
+        self._slab.distrust()
+        for name in update.members:
+            self._roster.doubt(name)
+        self._catch_up()
+        while behind := [running.done for running in self._running.values() if running.update.private]:
+            await asyncio.wait(behind)
 
     def _catch_up(self) -> None:
         """Start an update of its own for each connected rollouter that does not serve the current version."""
-        if self.current_version < 0:
+        content = self._slab.content(self.current_version)
+        if content is None:
             return
         busy = {name for running in self._running.values() for name in running.update.members}
         for name in sorted(self._rollouters - busy):
             if self._roster.reachable(name) and self._roster.version(name) != self.current_version:
-                self._begin(Update(self._next(), self.current_version, [name], [], private=True))
+                self._begin(Update(self._next(), self.current_version, [name], [], private=True), content)
 
-    def _begin(self, update: Update) -> _Running:
-        _, digests = self._written[update.version % 2]
-        running = _Running(update, digests, asyncio.get_running_loop().create_future())
+    def _begin(self, update: Update, content: Content) -> _Running:
+        running = _Running(update, content, asyncio.get_running_loop().create_future())
         self._running[update.number] = running
-        self._set_deadline(running)
+        if update.private:
+            self._set_deadline(running)
         self._follow(running, update.begin([name for name in sorted(update.members) if self._roster.reachable(name)]))
         return running
 
@@ -245,9 +251,13 @@ class Publisher:
             if not update.private:
                 self.current_version = update.version
             self._drop(running)
-            fields["weights"] = weights_digest(self.manifest, running.digests)
+            fields["weights"] = weights_digest(self._slab.manifest, [entry.digest for entry in running.content.entries])
             self._on_event("version_committed", fields)
             self._leave_behind(update.failures)
+        elif update.phase is Phase.REJECTED and not update.private:
+            self._drop(running)
+            fields = {"version": update.version, "reason": _reasons(update), "canary_rms": update.canary_rms}
+            self._on_event("version_rejected", fields)
         else:
             reason = f"version {update.version} was given up, version {self.current_version} serves: {_reasons(update)}"
             self._drop(running, WeightSyncError(reason))
@@ -302,34 +312,29 @@ class Publisher:
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def _take(self, identity: bytes, frames: list[bytes]) -> None:
-        try:
-            if len(frames) != 1:
-                raise WireError(f"weight sync: expected one frame per message, got {len(frames)}")
-            message = wire.decode_to_publisher(frames[0])
-            if isinstance(message, wire.Hello):
-                self._hello(identity, message)
-            elif isinstance(message, wire.Refused):
-                self._on_event("frame_refused", {"by": wire.readable(identity), "reason": message.reason})
-            else:
-                self._reply(identity, message)
-        except WireError as error:
-            self.malformed_frames += 1
-            self._on_event("malformed_frame", {"sender": wire.readable(identity), "reason": str(error)})
-            self._transmit(identity, wire.Refused(reason=str(error)))
+    def _take(self, identity: bytes, message: wire.ToPublisher) -> None:
+        if isinstance(message, wire.Hello):
+            self._hello(identity, message)
+        elif not isinstance(message, wire.Refused):
+            self._reply(identity, message)
 
     def _hello(self, identity: bytes, hello: wire.Hello) -> None:
         if not self._roster.greet(identity, hello):
             return
-        welcome = wire.Welcome(session=self._session, path=self._arena.path, manifest=self.manifest)
-        self._transmit(identity, welcome)
+        welcome = wire.Welcome(
+            session=self._slab.session,
+            transport=self._slab.sender.name,
+            address=self._slab.sender.address,
+            manifest=self._slab.manifest,
+        )
+        self._exchange.transmit(identity, welcome)
         for running in list(self._running.values()):
             self._follow(running, running.update.connected(hello.name))
         self._catch_up()
 
     def _reply(self, identity: bytes, message: wire.Reply) -> None:
         name = self._roster.sender(identity)
-        running = self._running.get(message.update) if message.session == self._session else None
+        running = self._running.get(message.update) if message.session == self._slab.session else None
         if running is None or name is None:
             return  # a late word about something that is over
         update = running.update
@@ -337,7 +342,9 @@ class Publisher:
             case wire.Staged():
                 orders = update.staged(name)
             case wire.Committed():
-                orders = update.committed_by(name, message.pause_seconds)
+                orders = update.committed_by(name, message.pause_seconds, message.canary_rms)
+            case wire.Rejected():
+                orders = update.rejected_by(name, message.canary_rms, message.reason)
             case wire.StageFailed() | wire.CommitFailed():
                 fields = {"member": name, "version": update.version, "reason": message.reason}
                 self._on_event("version_refused", fields)
@@ -345,7 +352,7 @@ class Publisher:
         self._follow(running, orders)
 
     def _send(self, name: str, message: wire.Message) -> None:
-        if self._transmit(self._roster.identity(name), message):
+        if self._exchange.transmit(self._roster.identity(name), message):
             return
         self._roster.lost(name)
         for running in list(self._running.values()):
@@ -357,24 +364,29 @@ class Publisher:
     def _message(self, name: str, order: Order, running: _Running) -> wire.Message:
         update = running.update
         if order is Order.COMMIT:
-            return wire.Commit(session=self._session, update=update.number)
+            return wire.Commit(session=self._slab.session, update=update.number, scores=running.content.scores)
         if order is Order.DISCARD:
-            return wire.Discard(session=self._session, update=update.number)
+            return wire.Discard(session=self._slab.session, update=update.number)
         return wire.Stage(
-            session=self._session,
+            session=self._slab.session,
             update=update.number,
             version=update.version,
-            digests=running.digests,
-            private=update.private or update.observes(name),
+            slot=running.content.slot,
+            attempt=update.attempt(name),
+            private=self._alone(name, update),
+            base=running.content.base,
+            buckets=self._buckets(name, running, 0).buckets,
         )
 
-    def _transmit(self, identity: bytes, message: wire.Message) -> bool:
-        """Send without waiting; False when the peer is gone or has left a thousand messages unread."""
-        if self._socket is None:
-            return False
-        sent = self._socket.send_multipart([identity, wire.encode(message)], zmq.NOBLOCK)
-        # With NOBLOCK the future that pyzmq returns is settled already: EHOSTUNREACH, EAGAIN or done.
-        return cast("asyncio.Future[None]", sent).exception() is None
+    def _buckets(self, name: str, running: _Running, first: int) -> wire.Buckets:
+        """What the member can fetch, from bucket ``first`` on; codes only while it goes along with the others."""
+        update, content = running.update, running.content
+        whole = self._alone(name, update) or update.attempt(name) > 0
+        entries = content.offered_entries(first, whole=whole)
+        return wire.Buckets(session=self._slab.session, update=update.number, first=first, buckets=entries)
+
+    def _alone(self, name: str, update: Update) -> bool:
+        return update.private or update.observes(name)
 
 
 def _reasons(update: Update) -> str:

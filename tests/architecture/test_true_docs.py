@@ -56,7 +56,9 @@ def test_every_dotted_setting_is_a_key():
     sections = {key for key in all_keys() if "." not in key and any(k.startswith(f"{key}.") for k in all_keys())}
     wrong = []
     for page, key in mentioned(r"(?<![\w/.`-])([a-z_]+\.[a-z_.]+)(?==|$|\s)"):
-        known = key in all_keys() or any(key.startswith(f"{free}.") for free in ("env.args", "model.args"))
+        known = key in all_keys() or any(
+            key.startswith(f"{free}.") for free in ("env.args", "model.args", "engine.args")
+        )
         if (
             key.split(".")[0] in sections
             and not known

@@ -178,6 +178,21 @@ def test_cancelling_a_running_or_waiting_request_frees_its_place_and_disturbs_no
         assert drain(alone)[twin].token_ids.tolist() == answers[each].token_ids.tolist()
 
 
+def test_the_share_of_the_kv_cache_that_is_taken_follows_what_runs(build: Build) -> None:
+    core = new_core(build(), slots=4)
+    positions = 4 * MAX_LENGTH
+    ended, cancelled = request([3, 1, 4], 4), request([1, 5], 50)
+    for each in (ended, cancelled):
+        core.add(each)
+    core.step()  # samples twice: prefill and decode
+    assert core.statistics().kv_used == (5 + 4) / positions
+    core.step()
+    assert [each for each, _ in core.step()] == [ended]
+    assert core.statistics().kv_used == 6 / positions
+    core.cancel(cancelled)
+    assert core.statistics().kv_used == 0
+
+
 def test_a_step_prefills_no_more_than_its_budget(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.engines.core.PREFILL_TOKENS", 20)
     core = new_core(build(), slots=8)

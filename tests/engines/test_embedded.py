@@ -28,6 +28,7 @@ from transformers import (
 from streamrl.engines.embedded import EmbeddedEngine
 from streamrl.engines.model_runner import plan_scores
 from streamrl.errors import ConfigError, DivergedError, WeightSyncError
+from streamrl.loss.head import HeadForm
 from streamrl.types import SamplingParams, expand_versions
 
 Build = Callable[..., PreTrainedModel]
@@ -259,6 +260,18 @@ def test_the_head_runs_in_fp32_over_bf16_weights_and_follows_every_load(build: B
     )
     np.testing.assert_allclose(scores[1:], expected, atol=1e-6)
     assert (expected - coarse).abs().max() > 1e-3, "the test can tell an fp32 head from a bf16 one"
+
+
+def test_the_head_dtype_that_is_told_is_the_one_that_ran(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for float32; the head computes in bfloat16 all the same."""
+    coarse = HeadForm(dtype=torch.bfloat16)
+    monkeypatch.setattr("streamrl.engines.model_runner.HeadForm.of", lambda config, dtype: coarse)
+
+    async def run() -> None:
+        async with serving(build().to(torch.bfloat16)) as engine:
+            assert engine.facts().head_dtype == "bfloat16"
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
@@ -533,6 +546,8 @@ def test_models_that_cannot_be_served_exactly_are_refused(build: Build) -> None:
         engine(build(), kv="drop")
     with pytest.raises(ConfigError, match="at least 1"):
         engine(build(), slots=0)
+    with pytest.raises(ConfigError, match="'float32' or 'bfloat16', got 'float64'"):
+        engine(build(), head_dtype="float64")
     unusual = build()
     unusual.__class__ = DoubledLogits
 

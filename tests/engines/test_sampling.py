@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from streamrl.engines.sampling import SamplerInputs, sample, truncate, uniforms
+from streamrl.engines.sampling import Penalties, SamplerInputs, penalise, sample, truncate, uniforms
 from streamrl.errors import DivergedError
 
 
-def inputs(n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, greedy: bool = False) -> SamplerInputs:
+def inputs(
+    n: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, greedy: bool = False
+) -> SamplerInputs:
     return SamplerInputs(
         temperature=np.full(n, temperature),
         top_k=np.full(n, top_k),
         top_p=np.full(n, top_p),
+        min_p=np.full(n, min_p),
         greedy=np.full(n, greedy),
         seed=np.arange(n, dtype=np.uint64),
         position=np.zeros(n, dtype=np.int64),
     )
 
 
-def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """Processed probabilities of one row, token by token in order of probability."""
     weights = np.exp(np.float64(logits) / temperature - np.max(logits) / temperature)
     order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    order = [token for token in order if weights[token] >= min_p * weights.max()]
     if top_k:
         order = order[:top_k]
     kept, mass, whole = [], 0.0, weights[order].sum()
@@ -38,15 +44,25 @@ def reference(logits: np.ndarray, temperature: float, top_k: int, top_p: float) 
     return probabilities
 
 
-CASES = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (0.8, 6, 0.9)]
+CASES = [
+    (1.0, 0, 1.0, 0.0),
+    (0.6, 0, 1.0, 0.0),
+    (1.0, 5, 1.0, 0.0),
+    (1.3, 0, 0.8, 0.0),
+    (0.8, 6, 0.9, 0.0),
+    (1.2, 0, 1.0, 0.1),
+    (0.9, 8, 0.9, 0.05),
+]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
-def test_sampled_frequencies_follow_the_processed_distribution(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), CASES)
+def test_sampled_frequencies_follow_the_processed_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     n = 40_000
     logits = np.random.default_rng(1).normal(size=12).astype(np.float32) * 1.5
-    tokens, _ = sample(torch.from_numpy(logits).expand(n, -1), inputs(n, temperature, top_k, top_p))
-    expected = reference(logits, temperature, top_k, top_p) * n
+    tokens, _ = sample(torch.from_numpy(logits).expand(n, -1), inputs(n, temperature, top_k, top_p, min_p))
+    expected = reference(logits, temperature, top_k, top_p, min_p) * n
     observed = np.bincount(tokens, minlength=12)
     assert observed[expected == 0].sum() == 0
     possible = expected > 0
@@ -55,12 +71,15 @@ def test_sampled_frequencies_follow_the_processed_distribution(temperature: floa
     assert chi_square < degrees + 4 * np.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), CASES)
-def test_logprobs_are_those_of_the_renormalised_distribution(temperature: float, top_k: int, top_p: float) -> None:
+@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), CASES)
+def test_logprobs_are_those_of_the_renormalised_distribution(
+    temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     logits = np.random.default_rng(2).normal(size=(300, 12)).astype(np.float32) * 2
-    tokens, logprobs = sample(torch.from_numpy(logits), inputs(300, temperature, top_k, top_p))
+    tokens, logprobs = sample(torch.from_numpy(logits), inputs(300, temperature, top_k, top_p, min_p))
     expected = [
-        np.log(reference(row, temperature, top_k, top_p)[token]) for row, token in zip(logits, tokens, strict=True)
+        np.log(reference(row, temperature, top_k, top_p, min_p)[token])
+        for row, token in zip(logits, tokens, strict=True)
     ]
     np.testing.assert_allclose(logprobs, expected, atol=1e-6)
     assert logprobs.dtype == np.float32
@@ -80,6 +99,7 @@ def test_rows_with_different_parameters_get_what_each_would_get_alone() -> None:
         temperature=rng.uniform(0.5, 2.0, 50),
         top_k=rng.integers(0, 6, 50),
         top_p=rng.choice([1.0, 0.7, 0.95], 50),
+        min_p=rng.choice([0.0, 0.1], 50),
         greedy=rng.random(50) < 0.2,
         seed=rng.integers(0, 2**63, 50).astype(np.uint64),
         position=rng.integers(0, 100, 50),
@@ -87,7 +107,8 @@ def test_rows_with_different_parameters_get_what_each_would_get_alone() -> None:
     together = sample(logits, mixed)
     for row in range(50):
         one = slice(row, row + 1)
-        alone = sample(logits[one], SamplerInputs(**{name: column[one] for name, column in vars(mixed).items()}))
+        own = {name: column[one] for name, column in vars(mixed).items() if column is not None}
+        alone = sample(logits[one], SamplerInputs(**own))
         assert (alone[0][0], alone[1][0]) == (together[0][row], together[1][row])
 
 
@@ -118,8 +139,40 @@ def test_top_p_keeps_the_token_that_crosses_the_bound_and_top_k_counts_first() -
 
 def test_top_k_alone_keeps_a_tail_that_rounding_would_hide_from_top_p() -> None:
     scaled = torch.tensor([[-60.0, 0.0, -50.0]], dtype=torch.float64)
-    kept = truncate(scaled, torch.tensor([2]), torch.tensor([1.0], dtype=torch.float64))
+    off = torch.tensor([0.0], dtype=torch.float64)
+    kept = truncate(scaled, off, torch.tensor([2]), off + 1)
     assert kept.tolist() == [[-torch.inf, 0.0, -50.0]]
+
+
+def test_min_p_keeps_a_token_exactly_as_likely_as_its_bound_and_always_the_likeliest() -> None:
+    logits = torch.tensor([0.0, -1.0, -2.0], dtype=torch.float64)
+    bounds = torch.tensor([0.0, np.exp(-2.0), np.exp(-1.0), 0.5, 1.0], dtype=torch.float64)
+    off = torch.zeros(5, dtype=torch.int64)
+    kept = truncate(logits.expand(5, -1), bounds, off, off + 1.0)
+    assert kept.isfinite().sum(dim=1).tolist() == [3, 3, 2, 1, 1]
+
+
+def test_penalties_fall_on_tokens_so_far_and_on_nothing_else() -> None:
+    """Prompt 0 1, sampled 1 2 2; the third row is another request without penalties."""
+    tokens = np.array([[0, 1, 1, 2, 2], [3, 9, 9, 9, 9]])
+    penalties = Penalties(
+        rows=np.array([0, 2]),
+        repetition=np.array([2.0, 2.0]),
+        presence=np.array([0.5, 0.0]),
+        frequency=np.array([0.25, 1.0]),
+        tokens=tokens,
+        prompt_length=np.array([2, 1]),
+        length=np.array([5, 1]),
+    )
+    logits = torch.tensor([4.0, -1.0, 3.0, 1.0], dtype=torch.float64)
+    first, last = penalise(logits.expand(2, -1), penalties).tolist()
+    assert first == [4 / 2, -1 * 2 - 0.25 - 0.5, 3 / 2 - 2 * 0.25 - 0.5, 1.0]
+    assert last == [4.0, -1.0, 3.0, 1 / 2]  # what lies past the end of a row is ignored
+    three = replace(inputs(3, greedy=True), penalties=penalties)
+    chosen, logprobs = sample(logits.float().expand(3, -1), three)
+    assert chosen.tolist() == [0, 0, 0]
+    expected = [torch.tensor(row).log_softmax(0)[0] for row in (first, logits.tolist(), last)]
+    np.testing.assert_allclose(logprobs, expected, atol=1e-6)
 
 
 def test_uniform_numbers_are_even_and_unrelated_between_seeds_and_positions() -> None:

@@ -10,10 +10,14 @@ import pytest
 from virtual_time import run_in_virtual_time
 
 from streamrl.actors.dispatch import Dispatch
+from streamrl.engines.concurrency import Concurrency
 from streamrl.envs.attach.agent import AgentGone
 from streamrl.envs.group import GroupResult
+from streamrl.errors import EngineLost
+from streamrl.ports import EngineStatistics
 from streamrl.types import Lease
 
+IDLE = EngineStatistics(0, 0, 0, 0, 0.0, 0)
 RESULT = GroupResult(None, [])
 
 
@@ -77,7 +81,9 @@ class Scene:
         """Of the delivered ones, whether another process played them."""
         self.waits: list[str] = []
         """What is waited for now, outermost first."""
-        self.dispatch = Dispatch(self.source, self.own, self.desk, most, self._deliver, self._waiting)
+        self.dispatch = Dispatch(
+            self.source, self.own, self.desk, Concurrency(most, lambda: IDLE), self._deliver, self._waiting
+        )
 
     async def _deliver(self, lease: Lease, result: GroupResult, *, attached: bool) -> None:
         self.delivered.append(lease.id)
@@ -132,6 +138,21 @@ def test_a_rollouter_without_attached_processes_plays_as_many_as_it_may() -> Non
         assert (scene.delivered, scene.attached) == ([0, 1, 2], [False] * 3)
 
     play(2, script)
+
+
+def test_a_group_that_engines_died_with_goes_back_as_lost_and_the_next_is_played() -> None:
+    async def script(scene: Scene) -> None:
+        scene.grant(0)
+        await settle()
+        scene.own.end.set_exception(EngineLost("engine-0 was lost with the requests that it had"))
+        await settle()
+        assert (scene.source.returned, scene.delivered) == ([(0, True)], [])
+        scene.own.end = asyncio.get_running_loop().create_future()
+        scene.grant(1)
+        await settle()
+        assert scene.own.played == [0, 1]
+
+    play(1, script)
 
 
 def test_a_free_attached_worker_gets_the_next_lease_and_the_rollouter_the_one_after() -> None:

@@ -308,9 +308,19 @@ def test_cancelling_a_group_cancels_its_requests() -> None:
     assert asyncio.run(main()) == 3
 
 
+def test_turns_sample_with_every_setting_of_the_run() -> None:
+    config, engine = config_for("plain"), says("1$")
+    config.sampling.temperature, config.sampling.max_tokens = 0.7, 5
+    config.sampling.top_k, config.sampling.top_p, config.sampling.min_p = 6, 0.9, 0.05
+    asyncio.run(runner(config, engine).run_group(lease(1)))
+    _, params = engine.requests[0]
+    assert (params.temperature, params.max_tokens, params.top_k) == (0.7, 5, 6)
+    assert (params.top_p, params.min_p) == (0.9, 0.05)
+
+
 def test_evaluation_is_greedy_in_order_and_counts_failures_as_wrong() -> None:
     def answer(prompt_ids: list[int], params: SamplingParams) -> Generation:
-        assert (params.temperature, params.top_k, params.top_p) == (0.0, 0, 1.0)
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.0, 0, 1.0, 0.0)
         seen = len(engine.requests)
         return generation(ids("1$"), versions=[(seen % 2 + 3, 2)])
 
@@ -325,6 +335,7 @@ def test_evaluation_is_greedy_in_order_and_counts_failures_as_wrong() -> None:
         assert result.failures == []
 
     config = settings("streamrl.envs.strings:Addition", digits=1)
+    config.sampling.top_k, config.sampling.top_p, config.sampling.min_p = 6, 0.9, 0.05
     config.engine.slots = 4
     engine = ScriptedEngine(answer)
     evaluator = runner(config, engine)

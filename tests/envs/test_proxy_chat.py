@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -196,6 +197,17 @@ def test_parameters_that_ask_for_what_the_run_does_are_no_override():
         assert "x-streamrl-ignored" not in answer.headers
 
     play(script(says("3")), scene)
+
+
+def test_the_runs_own_min_p_is_no_override_and_another_is():
+    async def scene(session: ScriptedSession, served: Served) -> None:
+        session.episode.limits = replace(session.episode.limits, min_p=0.05)
+        for asked, status in ((0.05, 200), (0, 400)):
+            answer, body, _ = await served.post("chat/completions", {"messages": USER, "min_p": asked})
+            assert answer == status
+        assert body["error"]["param"] == "min_p"
+
+    play(script(says("3")), scene, strict=True)
 
 
 def test_a_strict_desk_refuses_sampling_of_its_own():

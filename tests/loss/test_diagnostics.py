@@ -24,6 +24,7 @@ UPDATE = RNG.normal(0, 0.3, TOKENS)
 """log π − log π_old"""
 ADVANTAGES = RNG.normal(size=TOKENS).round(0)
 ENTROPY, KL = RNG.uniform(0, 2, (2, TOKENS))
+OUTSIDE = RNG.uniform(size=TOKENS) < 0.2
 ENVS = np.array([0, 1, -1, 0, 1, 0, 1])
 PPO = loss_params("ppo", clip_low=0.2, clip_high=0.25, dual_clip=1.4)
 DROP = Corrections(Level.TOKEN, 1.1, reject=Level.TOKEN, reject_low=0.85, reject_high=1.2)
@@ -47,9 +48,13 @@ def add(diagnostics, chosen, masked=0):
         sequences=7,
     )
     result = evaluate("ppo", batch, PPO, DROP)
-    diagnostics.add(
-        result, entropy, torch.tensor(LAG[chosen]), behaviour + gap, masked, torch.tensor(ENVS), {"kl_reference": kl}
-    )
+    extra = {
+        "kl_reference": kl,
+        "fresh_outside": torch.tensor((OUTSIDE & (LAG == 0))[chosen]),
+        "aged_outside": torch.tensor((OUTSIDE & (LAG > 0))[chosen]),
+    }
+    lag = torch.tensor(LAG[chosen])
+    diagnostics.add(result, entropy, lag, lag > 0, behaviour + gap, masked, torch.tensor(ENVS), extra)
 
 
 def metrics(*parts, bound=3):
@@ -114,6 +119,7 @@ def expected_of(chosen):
         "mismatch/rms": np.sqrt(np.square(GAP[fresh]).mean()),
         "mismatch/k3": k3(GAP[fresh]),
         "mismatch/ess": ess(W[fresh]),
+        "mismatch/outside_kept": OUTSIDE[fresh].mean(),
         "value/loss": 0.0,
         "value/explained_variance": 0.0,
         "update/k3": k3(UPDATE[chosen]),
@@ -121,6 +127,7 @@ def expected_of(chosen):
         "lag/mean": LAG[chosen].mean(),
         "lag/k3": k3(GAP[aged]),
         "lag/ess": ess(W[aged]),
+        "lag/outside_kept": OUTSIDE[aged].mean(),
         "trained_tokens": chosen.sum(),
     }
 
@@ -190,6 +197,21 @@ def test_micro_batches_add_up_to_the_batch():
     assert parts == pytest.approx(whole, rel=1e-12)
 
 
+def test_a_gap_on_an_older_kv_cache_counts_as_lag_and_not_as_mismatch():
+    behaviour, gap = torch.full((4,), -1.0).double(), torch.tensor([1e-6, 1e-6, 0.3, 0.2]).double()
+    ones = torch.ones(4)
+    batch = LossBatch(behaviour + gap, behaviour, ones, ones.bool(), torch.zeros(4, dtype=torch.int64), sequences=1)
+    diagnostics = Diagnostics(1, CPU)
+    result = evaluate("tis", batch, loss_params("tis", cap=1.0))
+    lag, aged = torch.tensor([0, 0, 0, 1]), torch.tensor([False, False, True, True])
+    diagnostics.add(result, torch.zeros(4), lag, aged, batch.current)
+    found, _ = diagnostics.reduce()
+    assert found["mismatch/rms"] == pytest.approx(1e-6, rel=1e-6)
+    assert found["mismatch/max"] == pytest.approx(1e-6, rel=1e-6)
+    assert found["lag/k3"] == pytest.approx(np.mean([math.exp(x) - 1 - x for x in (0.3, 0.2)]))
+    assert found["lag/mean"] == 0.25
+
+
 def diagnose(log_ratio, behaviour, advantages=None):
     behaviour, log_ratio = (torch.tensor(x, dtype=torch.float64) for x in (behaviour, log_ratio))
     size = len(behaviour)
@@ -199,7 +221,8 @@ def diagnose(log_ratio, behaviour, advantages=None):
     )
     diagnostics = Diagnostics(0, CPU, rank=2, ranks=4)
     result = evaluate("tis", batch, loss_params("tis", cap=1.0))
-    diagnostics.add(result, torch.zeros(size), torch.zeros(size, dtype=torch.int64), batch.current)
+    none = torch.zeros(size, dtype=torch.int64)
+    diagnostics.add(result, torch.zeros(size), none, none > 0, batch.current)
     return diagnostics.reduce()
 
 

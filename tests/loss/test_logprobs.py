@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch.nn.functional import log_softmax
+from transformers import CohereConfig, Gemma2Config, GraniteConfig, Qwen3Config
 
+from streamrl.loss import head
+from streamrl.loss.head import HeadForm
 from streamrl.loss.logprobs import token_logprobs
 
 torch.set_num_threads(1)
@@ -29,7 +32,7 @@ def reference(hidden, weight, bias, targets, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probs_and_entropy_match_float64_log_softmax(chunk, temperature):
     hidden, weight, bias, targets = inputs(scale=8.0)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature, bias, chunk)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, targets, temperature, bias, chunk)
     expected, expected_entropy = reference(hidden, weight, bias, targets, temperature)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-6)
@@ -38,7 +41,7 @@ def test_log_probs_and_entropy_match_float64_log_softmax(chunk, temperature):
 
 def test_the_head_runs_in_float32_for_a_bfloat16_body():
     hidden, weight, _, targets = inputs(tokens=200, hidden=64, dtype=torch.bfloat16, scale=3.0)
-    logprobs, _ = token_logprobs(hidden, weight, targets, 1.0)
+    logprobs = token_logprobs(hidden, weight, targets, 1.0).logprobs
     expected, _ = reference(hidden, weight, None, targets, 1.0)
     # A bfloat16 head is wrong by 1e-2 and more on logits of this size.
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-5, rtol=1e-6)
@@ -76,24 +79,77 @@ def test_the_weight_gradient_of_a_bfloat16_head_accumulates_in_float32():
 
 def test_entropy_has_no_gradient():
     hidden, weight, _, targets = inputs()
-    _, entropy = token_logprobs(hidden.requires_grad_(), weight, targets, 1.0)
-    assert not entropy.requires_grad
+    assert not token_logprobs(hidden.requires_grad_(), weight, targets, 1.0).entropy.requires_grad
 
 
 def test_no_targets_give_zero_gradients():
     hidden, weight, _, _ = inputs(tokens=0)
-    logprobs, _ = token_logprobs(hidden, weight.requires_grad_(), torch.zeros(0, dtype=torch.int64), 1.0)
-    logprobs.sum().backward()
+    token_logprobs(hidden, weight.requires_grad_(), torch.zeros(0, dtype=torch.int64), 1.0).logprobs.sum().backward()
     assert not weight.grad.any()
 
 
 def test_logits_of_all_tokens_never_exist_at_once(monkeypatch):
     hidden, weight, _, targets = inputs(tokens=64)
     rows = []
-    linear = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda h, *rest: rows.append(len(h)) or linear(h, *rest))
+    product = head._product
+    monkeypatch.setattr(head, "_product", lambda h, *rest: rows.append(len(h)) or product(h, *rest))
     token_logprobs(hidden.requires_grad_(), weight, targets, 1.0, chunk=10)[0].sum().backward()
     assert rows == 2 * [10, 10, 10, 10, 10, 10, 4]
+
+
+def test_a_low_precision_weight_is_never_whole_in_float32(monkeypatch):
+    hidden, weight, _, targets = inputs(vocab=40, dtype=torch.bfloat16)
+    monkeypatch.setattr(head, "BLOCK_ROWS", 16)
+    rows = []
+    upcast = head._upcast
+    monkeypatch.setattr(head, "_upcast", lambda w: rows.append(len(w)) or upcast(w))
+    result = token_logprobs(hidden.requires_grad_(), weight.requires_grad_(), targets, 1.0)
+    result.logprobs.sum().backward()
+    assert set(rows) == {16, 8}
+    clones = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected, _ = reference(*clones, None, targets, 1.0)
+    expected.sum().backward()
+    torch.testing.assert_close(result.logprobs.double(), expected, atol=1e-5, rtol=1e-6)
+    for own, clone in zip((hidden, weight), clones, strict=True):
+        torch.testing.assert_close(own.grad.double(), clone.grad, rtol=2**-8, atol=1e-3)
+
+
+SCALED = HeadForm(scale=0.25)
+CAPPED = HeadForm(scale=2.0, cap=3.0)
+
+
+@pytest.mark.parametrize("form", [SCALED, CAPPED])
+def test_logits_are_scaled_and_capped_before_the_temperature(form):
+    hidden, weight, bias, targets = inputs(scale=2.0)
+    logits = form.scale * (hidden.double() @ weight.double().T + bias.double())
+    logits = logits if form.cap is None else form.cap * (logits / form.cap).tanh()
+    expected = log_softmax(logits / 0.7, dim=-1).gather(1, targets[:, None]).squeeze(1)
+    found = token_logprobs(hidden, weight, targets, 0.7, bias, form=form).logprobs
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", [SCALED, CAPPED])
+def test_gradients_go_through_scale_and_cap(form):
+    hidden, weight, bias, targets = inputs(dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_logprobs(h, w, targets, 0.7, b, 4, form=form)[0], leaves, eps=1e-6, atol=1e-7
+    )
+
+
+def test_the_form_is_that_of_the_models_config():
+    assert HeadForm.of(CohereConfig(logit_scale=0.0625)) == HeadForm(scale=0.0625)
+    assert HeadForm.of(GraniteConfig(logits_scaling=8.0)) == HeadForm(scale=0.125)
+    assert HeadForm.of(Gemma2Config(final_logit_softcapping=30.0)) == HeadForm(cap=30.0)
+    assert HeadForm.of(Qwen3Config(), "bfloat16") == HeadForm(dtype=torch.bfloat16)
+
+
+def test_a_bfloat16_head_rounds_its_logits_and_nothing_else():
+    hidden, weight, _, targets = inputs(tokens=50, hidden=64, dtype=torch.bfloat16, scale=3.0)
+    logits = (hidden.float() @ weight.float().T).bfloat16().double()
+    expected = log_softmax(logits, dim=-1).gather(1, targets[:, None]).squeeze(1)
+    found = token_logprobs(hidden, weight, targets, 1.0, form=HeadForm(dtype=torch.bfloat16)).logprobs
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-6)
 
 
 def test_a_temperature_of_zero_is_refused():

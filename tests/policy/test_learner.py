@@ -9,6 +9,7 @@ from learner_cases import batch, distance, group, reference_logprobs, settings, 
 
 from streamrl.errors import ConfigError, DivergedError, StalenessError
 from streamrl.metrics import KEYS
+from streamrl.policy import learner as module
 from streamrl.policy.learner import Learner
 from streamrl.policy.optimizer import learning_rate
 from streamrl.schema import TrainerConfig
@@ -156,6 +157,21 @@ def test_tokens_over_the_lag_bound_have_no_influence_on_the_update():
         assert metrics["lag/masked_tokens"] == 2
         assert metrics["trained_tokens"] == 2
     assert_same(models[0], state(models[1]))
+
+
+def test_the_head_runs_on_trained_tokens_only(monkeypatch):
+    """Neither on prompts and observations nor on tokens over the lag bound."""
+    sizes = []
+    inner = module.token_logprobs
+
+    def counted(hidden, *rest, **named):
+        sizes.append(len(hidden))
+        return inner(hidden, *rest, **named)
+
+    monkeypatch.setattr(module, "token_logprobs", counted)
+    two_turns = trajectory("abcdefg", "de", observation="hij", second="kl", versions=[(2, 1), (5, 3)])
+    metrics = Learner(settings(), tiny_model()).step(batch([group(two_turns, advantages=[1.0])]))
+    assert sizes == [3] == [metrics["trained_tokens"]]
 
 
 def test_lag_is_measured_on_trained_tokens_only():

@@ -287,3 +287,9 @@ def test_a_name_that_neither_exists_here_nor_can_be_fetched_is_one_line():
         ConfigError, match=r"^model.name=tiny-qwen4: no such folder, not the built-in 'tiny-qwen3', and the hub did not"
     ):
         prepare_model(config, None, silent)
+
+
+def test_a_cuda_device_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="engine.device=cuda:1: found 1 CUDA devices; set engine.device=cpu"):
+        load_model(tmp_path, "float32", "cuda:1")

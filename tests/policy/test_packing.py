@@ -62,6 +62,15 @@ def test_a_group_is_laid_out_as_the_tree_of_the_module_text():
     assert packed.trajectory.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
+def test_tokens_after_an_update_in_the_middle_of_their_turn_are_marked_and_a_new_turn_starts_afresh():
+    sampled = np.array([0, 0, 1, 1, 1, 0, 1, 1], dtype=bool)
+    turns = Trajectory(np.arange(8, dtype=np.int32), sampled, np.zeros(8, np.float32), [(3, 1), (4, 3), (5, 1)])
+    # First turn: versions 3 4 4; second turn: 4 5.
+    packed = pack([group(turns, trajectory("ab", "cd"))], 5, 4, WIDE)
+    assert packed.lag[:4].tolist() == [1, 1, 1, 0]
+    assert packed.carried.tolist() == [True, True, False, True, False, False]
+
+
 def test_answers_that_part_are_branches_of_one_prompt():
     packed = pack([group(trajectory("ab", "cdee"), trajectory("ab", "cfee"), trajectory("ab", "ge"))], 5, 3, WIDE)
     # a b c d e f e g in depth-first order: 'b' ends at 8, 'c' (with d e and f e) at 7.
@@ -115,7 +124,7 @@ def test_packed_equals_one_trajectory_at_a_time_in_values_and_gradients(tied, ro
     (factors * expected).sum().backward()
 
     together = tiny_model(tied)
-    logprobs, _ = PackedPolicy(together)(pack(groups, 5, 3, row_tokens), temperature=0.7)
+    logprobs, *_ = PackedPolicy(together)(pack(groups, 5, 3, row_tokens), temperature=0.7)
     (factors * logprobs).sum().backward()
 
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
@@ -195,7 +204,7 @@ def test_arrays_of_different_length_are_refused():
 def test_an_empty_micro_batch_is_a_row_of_padding_with_a_zero_gradient():
     model = tiny_model()
     packed = pack([], 5, 3, WIDE)
-    logprobs, _ = PackedPolicy(model)(packed, 1.0)
+    logprobs, *_ = PackedPolicy(model)(packed, 1.0)
     logprobs.sum().backward()
     assert packed.tokens.shape == (1, 8)
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from streamrl.config import load_config
 from streamrl.errors import DivergedError
 from streamrl.policy.learner import Learner
-from streamrl.policy.parallel import close_ranks, init_ranks
+from streamrl.policy.parallel import close_ranks, full_parameters, init_ranks
 from streamrl.types import TrainGroup
 
 DEADLINE_S = 240.0
@@ -40,6 +40,8 @@ OBJECTIVES = {
     "sapo": ["loss.advantage=gae", "loss.kl.coefficient=0.1", "loss.kl.reference=initial", "loss.kl.place=reward"],
 }
 """A batch-wide statistic, a reference policy, a pass before the update with several updates, a value head."""
+LOW = ("tis", "sapo")
+"""Those that also run in bfloat16."""
 CASES = [(2, False), (4, True)]
 """(ranks, tied embedding and head)"""
 
@@ -84,18 +86,23 @@ def observe(mesh, ranks: int, rank: int, tied: bool) -> dict:
     seen["after"] = learner.step(batch(*shares(ranks)[rank], version=7))
     names = OBJECTIVES if ranks else ()
     seen["objectives"] = {name: objective(name, mesh, shares(ranks)[rank], tied) for name in names}
+    low = [objective(name, mesh, shares(ranks)[rank], tied, "bfloat16") for name in LOW if ranks]
+    seen["low"] = dict(zip(LOW, low, strict=False))
     seen["parameters"] = {name: tensor.clone() for name, tensor in learner.full_parameters()}
     seen["dtypes"] = {parameter.dtype for parameter in model.parameters()}
     return seen
 
 
-def objective(name: str, mesh, micro_batches: list[list[TrainGroup]], tied: bool) -> dict:
+def objective(name: str, mesh, micro_batches: list[list[TrainGroup]], tied: bool, dtype: str = "float32") -> dict:
     """Metrics and parameters after a step of a loss that needs more than one forward pass."""
     config = settings(eps=0.1)
+    config.model.dtype = dtype
     config.loss = load_config(None, [f"loss={name}", *OBJECTIVES[name]]).loss
     learner = Learner(config, tiny_model(tied), mesh)
     metrics = learner.step(batch(*micro_batches))
-    return {"metrics": metrics, "parameters": {name: tensor.clone() for name, tensor in learner.full_parameters()}}
+    masters = {name: tensor.clone() for name, tensor in full_parameters(learner.model)}
+    sent = {tensor.dtype for _, tensor in learner.full_parameters()}
+    return {"metrics": metrics, "parameters": masters, "sent": sent}
 
 
 def diverge(learner: Learner, rank: int, last: int) -> str:
@@ -185,6 +192,19 @@ def test_every_kind_of_objective_is_that_of_one_rank(seen, case, name):
         found = rank["objectives"][name]
         assert numbers(found["metrics"]) == pytest.approx(numbers(alone["metrics"]), rel=SAME, abs=1e-7)
         assert distance(found["parameters"], alone["parameters"]) < SAME
+
+
+@pytest.mark.parametrize("name", LOW)
+@pytest.mark.parametrize("case", CASES)
+def test_a_bfloat16_body_is_that_of_one_rank_with_float32_masters(seen, case, name):
+    """The same micro-batches: each rounds its gradient to bfloat16 once, and only sums differ."""
+    alone = seen[1, case[1]][0]["low"][name]
+    for rank in seen[case]:
+        found = rank["low"][name]
+        assert numbers(found["metrics"]) == pytest.approx(numbers(alone["metrics"]), rel=SAME, abs=1e-7)
+        assert distance(found["parameters"], alone["parameters"]) < SAME
+        assert {tensor.dtype for tensor in found["parameters"].values()} == {torch.float32}
+        assert found["sent"] == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("split", [0, 1])

@@ -125,12 +125,14 @@ class Launcher:
         self._folder = folder
         self.rings: list[Ring] = []
 
-    def __call__(self, *arguments: str, run_dir: Path | None = None, config: str = "base") -> Ring:
+    def __call__(
+        self, *arguments: str, run_dir: Path | None = None, config: str = "base", command: str = "launch"
+    ) -> Ring:
         mark = f"{MARK}={uuid.uuid4().hex}"
         run_dir = run_dir or self._folder / f"run-{len(self.rings)}"
         before = socket_folders()
         process = subprocess.Popen(
-            [sys.executable, "-m", "streamrl.cli", "launch", "--config", config, "--run-dir", str(run_dir),
+            [sys.executable, "-m", "streamrl.cli", command, "--config", config, "--run-dir", str(run_dir),
              *TINY, *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parent,
             env=os.environ | dict([mark.split("=")]),

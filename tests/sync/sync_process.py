@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from pathlib import Path
 
 from sync_support import Events, FakeEngine, manifest_of, small_model
 
-from streamrl.sync.arena import ArenaReader
+from streamrl.sync.arrival import Arrival
 from streamrl.sync.publisher import Publisher
+from streamrl.sync.slab import Slab
 from streamrl.sync.subscriber import Subscriber
 
 
@@ -22,19 +24,16 @@ def say(word: str) -> None:
 
 async def publish(endpoint: str) -> None:
     """Bring version 0 to ``rollouter-0``, then write version 1 and wait for a member that never comes."""
-    publisher = Publisher(
-        endpoint,
-        manifest_of(small_model(0)),
-        timeout_s=60,
-        on_event=Events(),
-        on_unresponsive=lambda member, phase: None,
-    )
+    slab = Slab(manifest_of(small_model(0)), endpoint=endpoint, folder=Path("unused"), timeout_s=60)
+    publisher = Publisher(endpoint, slab, timeout_s=60, on_event=Events(), on_unresponsive=lambda member, phase: None)
     task = asyncio.create_task(publisher.run())
     publisher.set_members({"rollouter-0"}, set())
-    publisher.write(0, small_model(0).named_parameters())
+    with publisher.open(0) as content:
+        content.put(small_model(0).named_parameters())
     await publisher.publish(0)
     publisher.set_members({"rollouter-0", "rollouter-9"}, set())
-    publisher.write(1, small_model(1).named_parameters())
+    with publisher.open(1) as content:
+        content.put(small_model(1).named_parameters())
     say("published")
     await publisher.publish(1)
     await task
@@ -42,14 +41,14 @@ async def publish(endpoint: str) -> None:
 
 async def get_stuck(endpoint: str) -> None:
     """Stop for good in the middle of staging, with the publisher's memory mapped."""
-    verify = ArenaReader.verify
+    check = Arrival.check
 
-    def stuck(self: ArenaReader, version: int, digests: list[int]) -> None:
-        verify(self, version, digests)
+    def stuck(self: Arrival, index: int) -> None:
+        check(self, index)
         say("verifying")
         threading.Event().wait()
 
-    ArenaReader.verify = stuck  # type: ignore[assignment,method-assign]
+    Arrival.check = stuck  # type: ignore[method-assign]
     await Subscriber(endpoint, "rollouter-1", FakeEngine(), Events()).run()
 
 

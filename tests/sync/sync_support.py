@@ -11,16 +11,21 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from streamrl.errors import WeightSyncError
-from streamrl.sync.arena import HEADER_BYTES, Arena, describe
+from streamrl.sync.arena import HEADER_BYTES, Arena, NamedTensors, describe, named_pairs
+from streamrl.sync.arrival import Arrival
 from streamrl.sync.manifest import Manifest, plan_manifest
-from streamrl.sync.messages import Stage
+from streamrl.sync.messages import BucketEntry
+from streamrl.sync.observer import Observer
 from streamrl.sync.publisher import Publisher
-from streamrl.sync.subscriber import Observer, Subscriber
+from streamrl.sync.slab import Slab
+from streamrl.sync.staging import digest_of
+from streamrl.sync.subscriber import Subscriber
 
 torch.set_num_threads(1)
 
@@ -54,6 +59,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.model = small_model(99)
         self.version = -1
+        self.scores: list[float] = []
         self.log: list[str] = []
         self.refuse: set[int] = set()
         self.before_load: Callable[[int], Awaitable[None]] | None = None
@@ -130,10 +136,10 @@ class Ring:
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self.tasks[name] = asyncio.create_task(work)
 
-    def join(self, name: str, engine: Any = None) -> Any:
+    def join(self, name: str, engine: Any = None, **settings: Any) -> Any:
         engine = engine or FakeEngine()
         self.engines[name] = engine
-        self.subscribers[name] = Subscriber(self.endpoint, name, engine, Events())
+        self.subscribers[name] = Subscriber(self.endpoint, name, engine, Events(), **settings)
         self.spawn(name, self.subscribers[name].run())
         return engine
 
@@ -144,16 +150,33 @@ class Ring:
 
     def slow_reads(self, name: str) -> tuple[asyncio.Event, threading.Event]:
         """Stop the staging of a subscriber on its worker thread: (it has begun to read, let it go on)."""
-        link, loop = self.subscribers[name]._link, asyncio.get_running_loop()
-        reading, read_on, read = asyncio.Event(), threading.Event(), link.read
+        loop = asyncio.get_running_loop()
+        reading, read_on = asyncio.Event(), threading.Event()
 
-        def slow(stage: Stage) -> dict[str, torch.Tensor]:
-            loop.call_soon_threadsafe(reading.set)
-            assert read_on.wait(10)
-            return read(stage)
+        def slow(arrival: Arrival) -> None:
+            copy = arrival._copy
 
-        link.read = slow  # type: ignore[method-assign]
+            def slow_copy(index: int, out: memoryview) -> None:
+                loop.call_soon_threadsafe(reading.set)
+                assert read_on.wait(10)
+                copy(index, out)
+
+            arrival._copy = slow_copy  # type: ignore[method-assign]
+
+        self.on_arrival(name, slow)
         return reading, read_on
+
+    def on_arrival(self, name: str, act: Callable[[Arrival], None]) -> None:
+        """Do something to each version that begins to arrive at a subscriber."""
+        link = self.subscribers[name]._link
+        expect = link._expect
+
+        def expecting(stage: Any) -> Arrival:
+            arrival = expect(stage)
+            act(arrival)
+            return arrival
+
+        link._expect = expecting  # type: ignore[method-assign]
 
     async def leave(self, name: str) -> None:
         task = self.tasks.pop(name)
@@ -161,7 +184,8 @@ class Ring:
         await asyncio.gather(task, return_exceptions=True)
 
     def write(self, version: int, model: torch.nn.Module) -> None:
-        self.publisher.write(version, model.named_parameters())
+        with self.publisher.open(version) as content:
+            content.put(model.named_parameters())
 
 
 @contextmanager
@@ -176,17 +200,31 @@ def socket_folder() -> Iterator[str]:
 
 @asynccontextmanager
 async def ring(
-    *, timeout_s: float = 10.0, model: torch.nn.Module | None = None, endpoint: str | None = None
+    *,
+    timeout_s: float = 10.0,
+    model: torch.nn.Module | None = None,
+    endpoint: str | None = None,
+    bucket_bytes: int = 1024,
+    rolling: bool = False,
+    **settings: Any,
 ) -> AsyncIterator[Ring]:
     """A running publisher of ``model``'s manifest, to which the test adds members; all is ended at the end."""
     with socket_folder() as own:
         events, unresponsive = Events(), []
+        slab = Slab(
+            manifest_of(model or small_model(0), bucket_bytes),
+            endpoint=endpoint or own,
+            folder=Path(own.removeprefix("ipc://")).parent / "weights",
+            timeout_s=timeout_s,
+            **settings,
+        )
         publisher = Publisher(
             endpoint or own,
-            manifest_of(model or small_model(0)),
+            slab,
             timeout_s=timeout_s,
             on_event=events,
             on_unresponsive=lambda member, phase: unresponsive.append((member, phase)),
+            rolling=rolling,
         )
         it = Ring(endpoint or own, publisher, events, unresponsive)
         it.spawn("publisher", publisher.run())
@@ -199,10 +237,26 @@ async def ring(
             publisher.close()
 
 
-def flip_byte(arena: Arena, version: int, offset: int) -> None:
-    """Damage one byte of the slot of ``version``, as faulty memory would."""
+def fill(arena: Arena, slot: int, version: int, named_tensors: NamedTensors) -> list[BucketEntry]:
+    """Write and seal a version as a publisher does; what a Stage says of its buckets."""
+    entries: dict[int, BucketEntry] = {}
+
+    def digest(index: int) -> None:
+        memory = arena.bucket(slot, index)
+        entries[index] = BucketEntry(digest_of(memory), memory.nbytes, False)
+
+    filling = arena.fill(slot, digest)
+    for name, tensor in named_pairs(named_tensors):
+        filling.put(name, tensor)
+    filling.finish(version)
+    arena.seal(slot, version)
+    return [entries[index] for index in range(len(entries))]
+
+
+def flip_byte(arena: Arena, slot: int, offset: int) -> None:
+    """Damage one byte of a slot, as faulty memory would."""
     fd = os.open(arena.path, os.O_RDWR)
-    position = HEADER_BYTES + version % 2 * arena.manifest.slot_bytes + offset
+    position = HEADER_BYTES + slot * arena.manifest.slot_bytes + offset
     (byte,) = os.pread(fd, 1, position)
     os.pwrite(fd, bytes([byte ^ 1]), position)
     os.close(fd)

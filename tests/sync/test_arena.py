@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
-from sync_support import equal, flip_byte, manifest_of, open_memfds, small_model, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sync_support import equal, fill, flip_byte, manifest_of, open_memfds, small_model, weights
 
 from streamrl.errors import WeightSyncError
-from streamrl.sync.arena import Arena, ArenaReader, describe
+from streamrl.sync.arena import Arena, ArenaReader, Filling, describe
 from streamrl.sync.manifest import ITEM_BYTES, plan_manifest
+from streamrl.sync.staging import bucket_of, require_digest, slot_memory, tensors_in
 
 
 def test_tensors_arrive_bit_for_bit() -> None:
     model = small_model(1)
     arena = Arena(manifest_of(model))
-    digests = arena.write(0, model.named_parameters())
+    fill(arena, 1, 0, model.named_parameters())
     reader = ArenaReader(arena.path, arena.manifest)
-    reader.verify(0, digests)
-    assert equal(reader.tensors(0), weights(model))
-    assert equal(reader.copy(0, digests), weights(model))
+    assert reader.holds(0, 1)
+    assert equal(tensors_in(arena.manifest, reader.slot(1)), weights(model))
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
@@ -29,8 +32,8 @@ def test_every_known_dtype_is_carried(dtype: str) -> None:
     pattern = torch.arange(48, dtype=torch.uint8).clamp(max=1 if dtype == "bool" else 255)
     tensor = pattern.view(getattr(torch, dtype)).reshape(2, -1)
     arena = Arena(plan_manifest(describe({"x": tensor}), 1024))
-    arena.write(0, {"x": tensor})
-    read = ArenaReader(arena.path, arena.manifest).tensors(0)["x"]
+    fill(arena, 0, 0, {"x": tensor})
+    read = tensors_in(arena.manifest, ArenaReader(arena.path, arena.manifest).slot(0))["x"]
     assert read.dtype == tensor.dtype
     assert read.shape == tensor.shape
     assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
@@ -39,44 +42,78 @@ def test_every_known_dtype_is_carried(dtype: str) -> None:
 def test_views_of_any_stride_are_written_as_they_read() -> None:
     tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4).t()
     arena = Arena(plan_manifest(describe({"x": tensor}), 1024))
-    arena.write(0, iter([("x", tensor)]))
-    assert torch.equal(ArenaReader(arena.path, arena.manifest).tensors(0)["x"], tensor.contiguous())
+    fill(arena, 0, 0, iter([("x", tensor)]))
+    read = tensors_in(arena.manifest, ArenaReader(arena.path, arena.manifest).slot(0))["x"]
+    assert torch.equal(read, tensor.contiguous())
 
 
 def test_a_reader_of_version_0_is_not_disturbed_by_version_1() -> None:
     a, b = small_model(1), small_model(2)
     arena = Arena(manifest_of(a))
-    arena.write(0, a.named_parameters())
+    fill(arena, 0, 0, a.named_parameters())
     reader = ArenaReader(arena.path, arena.manifest)
-    views = reader.tensors(0)
-    arena.write(1, b.named_parameters())
+    views = tensors_in(arena.manifest, reader.slot(0))
+    fill(arena, 1, 1, b.named_parameters())
     assert equal(views, weights(a))
-    assert equal(reader.tensors(1), weights(b))
+    assert equal(tensors_in(arena.manifest, reader.slot(1)), weights(b))
 
 
 def test_a_corrupted_bucket_is_named() -> None:
     manifest = plan_manifest([("a", (256,), "uint8"), ("b", (256,), "uint8"), ("c", (256,), "uint8")], 256)
     arena = Arena(manifest)
-    digests = arena.write(0, {name: torch.zeros(256, dtype=torch.uint8) for name in "abc"})
+    entries = fill(arena, 0, 0, {name: torch.zeros(256, dtype=torch.uint8) for name in "abc"})
     flip_byte(arena, 0, manifest.tensors[1].offset + 200)
-    reader = ArenaReader(arena.path, manifest)
-    with pytest.raises(WeightSyncError, match=r"bucket 1 of 3 \(b, …\) is corrupted"):
-        reader.verify(0, digests)
-    with pytest.raises(WeightSyncError, match=r"bucket 1 of 3 \(b, …\) is corrupted"):
-        reader.copy(0, digests)
+    require_digest(manifest, 0, 0, arena.bucket(0, 0), entries[0].digest)
+    with pytest.raises(WeightSyncError, match=r"version 0: bucket 1 of 3 \(b, …\) is corrupted"):
+        require_digest(manifest, 0, 1, arena.bucket(0, 1), entries[1].digest)
 
 
-def test_a_slot_that_was_written_again_is_noticed() -> None:
+def test_a_slot_that_is_written_again_is_noticed() -> None:
     model = small_model(1)
     arena = Arena(manifest_of(model))
-    digests = arena.write(0, model.named_parameters())
+    fill(arena, 0, 0, model.named_parameters())
     reader = ArenaReader(arena.path, arena.manifest)
-    assert reader.holds(0)
-    arena.write(2, model.named_parameters())
-    assert not reader.holds(0)
-    for read in (reader.verify, reader.copy):
-        with pytest.raises(WeightSyncError, match="slot 0 was to hold version 0, it holds 2"):
-            read(0, digests)
+    assert reader.holds(0, 0)
+    arena.fill(0, lambda index: None)
+    assert not reader.holds(0, 0)
+    arena.seal(0, 2)
+    assert reader.holds(2, 0)
+
+
+@given(st.integers(256, 3000), st.lists(st.integers(1, 40), min_size=1, max_size=60), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_every_bucket_is_reported_once_and_complete_whatever_parts_come_in_whatever_order(
+    bucket_bytes: int, cuts: list[int], random: Random
+) -> None:
+    named = weights(small_model(1))
+    manifest = plan_manifest(describe(named), bucket_bytes)
+    memory, reported = slot_memory(manifest), {}
+    whole = slot_memory(manifest)
+    complete = Filling(manifest, whole, lambda index: None)
+    for name, tensor in named.items():
+        complete.put(name, tensor)
+
+    def report(index: int) -> None:
+        assert index not in reported
+        reported[index] = bytes(bucket_of(manifest, memory, index))
+
+    filling, parts = Filling(manifest, memory, report), []
+    for name, tensor in named.items():
+        start = 0
+        while start < tensor.numel():
+            count = min(cuts[(start + len(parts)) % len(cuts)], tensor.numel() - start)
+            parts.append((name, start, count))
+            start += count
+        if not tensor.numel():
+            parts.append((name, 0, 0))
+    random.shuffle(parts)
+    for name, start, count in parts:
+        filling.view(name, start, count).copy_(named[name].reshape(-1)[start : start + count])
+        filling.wrote(name, start, count)
+    filling.finish(0)
+    assert [reported[index] for index in range(len(manifest.buckets))] == [
+        bytes(bucket_of(manifest, whole, index)) for index in range(len(manifest.buckets))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,22 +128,22 @@ def test_a_slot_that_was_written_again_is_noticed() -> None:
 def test_tensors_that_do_not_fit_are_refused_and_the_slot_holds_nothing(change, message: str) -> None:
     named = weights(small_model(1))
     arena = Arena(manifest_of(small_model(1)))
-    arena.write(0, named)
+    fill(arena, 0, 0, named)
     reader = ArenaReader(arena.path, arena.manifest)
-    assert reader.holds(0)
+    assert reader.holds(0, 0)
     change(named)
     with pytest.raises(WeightSyncError, match=message):
-        arena.write(2, named)
-    assert not reader.holds(0)
-    assert not reader.holds(2)
+        fill(arena, 0, 2, named)
+    assert not reader.holds(0, 0)
+    assert not reader.holds(2, 0)
 
 
 def test_no_descriptor_and_no_mapping_is_left_after_both_sides_close() -> None:
     before = open_memfds(), len(os.listdir("/proc/self/fd"))
     arena = Arena(manifest_of(small_model(1)))
-    digests = arena.write(0, small_model(1).named_parameters())
+    fill(arena, 0, 0, small_model(1).named_parameters())
     reader = ArenaReader(arena.path, arena.manifest)
-    reader.verify(0, digests)
+    assert reader.holds(0, 0)
     assert len(open_memfds()) > len(before[0])
     for _ in range(2):
         reader.close()
@@ -118,9 +155,9 @@ def test_no_descriptor_and_no_mapping_is_left_after_both_sides_close() -> None:
 def test_views_outlive_both_sides() -> None:
     model = small_model(1)
     arena = Arena(manifest_of(model))
-    arena.write(0, model.named_parameters())
+    fill(arena, 0, 0, model.named_parameters())
     reader = ArenaReader(arena.path, arena.manifest)
-    views = reader.tensors(0)
+    views = tensors_in(arena.manifest, reader.slot(0))
     reader.close()
     arena.close()
     assert equal(views, weights(model))

@@ -9,6 +9,7 @@ from sync_support import equal, ring, weights
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.engines.embedded import EmbeddedEngine
+from streamrl.sync.content import Content
 from streamrl.types import SamplingParams
 
 
@@ -59,3 +60,38 @@ def test_a_request_in_flight_survives_updates_and_the_engine_serves_each_version
         await engine.close()
 
     asyncio.run(scenario())
+
+
+def test_64_requests_in_flight_survive_updates_that_stream_in_and_say_exactly_which_version_sampled_what() -> None:
+    async def scenario() -> None:
+        versions = [tied_transformer(seed) for seed in (1, 2, 1, 2)]
+        served = tied_transformer(3)
+        engine = EmbeddedEngine(served, slots=64, max_length=128)
+        await engine.start()
+        async with ring(model=versions[0], bucket_bytes=4096, rolling=True) as it:
+            it.join("rollouter-0", engine)
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, versions[0])
+            await it.publisher.publish(0)
+            params = [SamplingParams(max_tokens=120, seed=seed) for seed in range(64)]
+            in_flight = [asyncio.create_task(engine.generate([1, 2, 3], each)) for each in params]
+            for version, model in enumerate(versions[1:], start=1):
+                content = it.publisher.open(version)
+                publish = asyncio.create_task(it.publisher.publish(version))
+                await asyncio.to_thread(write_within, content, model)
+                await publish
+                assert equal(weights(served), weights(model))
+            for generation in await asyncio.gather(*in_flight):
+                assert len(generation.token_ids) == sum(count for _, count in generation.versions) == 120
+                order = [version for version, _ in generation.versions]
+                assert order == sorted(set(order))
+                assert generation.token_ids.min() >= 0
+                assert generation.token_ids.max() < 32
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def write_within(content: Content, model: Qwen3ForCausalLM) -> None:
+    with content:
+        content.put(model.named_parameters())

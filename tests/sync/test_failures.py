@@ -13,6 +13,7 @@ from sync_support import (
     FakeEngine,
     Ring,
     equal,
+    fill,
     flip_byte,
     manifest_of,
     ring,
@@ -24,6 +25,7 @@ from sync_support import (
 from streamrl.errors import WeightSyncError
 from streamrl.sync import messages as wire
 from streamrl.sync.arena import Arena
+from streamrl.sync.arrival import Arrival
 from streamrl.sync.subscriber import Subscriber
 
 
@@ -45,7 +47,7 @@ def test_a_corrupted_bucket_gives_the_update_up_and_the_old_version_serves_every
             updates = it.observe("evaluator").updates()
             it.publisher.set_members({"rollouter-0", "rollouter-1"}, {"evaluator"})
             it.write(1, small_model(1))
-            flip_byte(it.publisher._arena, 1, it.publisher.manifest.buckets[1].offset)
+            flip_byte(it.publisher._slab._arena, 1, it.publisher._slab.manifest.buckets[1].offset)
             with pytest.raises(
                 WeightSyncError, match="version 1 was given up, version 0 serves: .*bucket 1 of 4 .* is corr"
             ):
@@ -69,19 +71,17 @@ def test_a_member_that_fails_to_stage_once_gets_a_second_try() -> None:
     async def scenario() -> None:
         async with ring() as it:
             (engine,) = await publish_0(it, "rollouter-0")
-            link = it.subscribers["rollouter-0"]._link
-            read, tries = link.read, []
+            tries = []
 
-            def fail_once(stage: wire.Stage) -> object:
-                tries.append(stage.version)
+            def fail_once(arrival: Arrival) -> None:
+                tries.append((arrival.stage.version, arrival.stage.attempt))
                 if len(tries) == 1:
                     raise WeightSyncError("a cosmic ray")
-                return read(stage)
 
-            link.read = fail_once  # type: ignore[assignment,method-assign]
+            it.on_arrival("rollouter-0", fail_once)
             it.write(1, small_model(1))
             await it.publisher.publish(1)
-            assert tries == [1, 1]
+            assert tries == [(1, 0), (1, 1)]
             assert equal(engine.weights, weights(small_model(1)))
 
     asyncio.run(scenario())
@@ -160,6 +160,7 @@ def test_an_engine_whose_slot_was_overwritten_while_it_loaded_is_never_resumed()
             it.write(1, small_model(1))
             await it.publisher.publish(1)
             it.write(2, small_model(2))
+            await it.publisher.publish(2)
             release.set()
             with pytest.raises(ExceptionGroup) as raised:
                 await it.tasks.pop("rollouter-0")
@@ -351,7 +352,7 @@ def test_a_member_that_is_gone_is_waited_for_to_connect_and_not_to_stage() -> No
             assert isinstance(wire.decode_to_subscriber(await member.recv()), wire.Welcome)
             member.close()
             gone, question = wire.identity_of("rollouter-0", 5), wire.Refused(reason="still there?")
-            while it.publisher._transmit(gone, question):  # noqa: ASYNC110 - ZeroMQ has no event for a lost route
+            while it.publisher._exchange.transmit(gone, question):  # noqa: ASYNC110 - ZeroMQ has no event for a lost route
                 await asyncio.sleep(0)
             it.write(0, small_model(0))
             await it.publisher.publish(0)
@@ -430,7 +431,7 @@ def test_a_reply_to_an_earlier_publisher_or_update_counts_for_nothing() -> None:
             assert isinstance(wire.decode_to_subscriber(await member.recv()), wire.Refused)
             await member.send(wire.encode(staged))
             assert isinstance(wire.decode_to_subscriber(await member.recv()), wire.Commit)
-            committed = wire.Committed(session=stage.session, update=stage.update, pause_seconds=0.5)
+            committed = wire.Committed(session=stage.session, update=stage.update, pause_seconds=0.5, canary_rms=0.0)
             await member.send(wire.encode(committed))
             assert (await publish).pause_seconds == 0.5
             member.close()
@@ -460,7 +461,7 @@ def test_a_subscriber_answers_what_is_asked_again_without_doing_it_again() -> No
     async def scenario(endpoint: str) -> None:
         model, engine, events = small_model(1), FakeEngine(), Events()
         arena = Arena(manifest_of(model))
-        digests = arena.write(0, model.named_parameters())
+        entries = fill(arena, 0, 0, model.named_parameters())
         publisher = BarePublisher(endpoint)
         subscriber = Subscriber(endpoint, "rollouter-0", engine, events)
         task = asyncio.create_task(subscriber.run())
@@ -470,13 +471,15 @@ def test_a_subscriber_answers_what_is_asked_again_without_doing_it_again() -> No
             assert isinstance(await publisher.receive(), wire.Refused)
             assert subscriber.malformed_frames == len(events.named("malformed_frame")) == 1
 
-            stage = wire.Stage(session="s", update=3, version=0, digests=digests, private=False)
-            commit = wire.Commit(session="s", update=3)
+            stage = wire.Stage(
+                session="s", update=3, version=0, slot=0, attempt=0, private=False, base=-1, buckets=entries
+            )
+            commit = wire.Commit(session="s", update=3, scores=[])
             refused = await publisher.ask(stage)
             assert isinstance(refused, wire.StageFailed)
             assert "no Welcome of session s" in refused.reason
 
-            welcome = wire.Welcome(session="s", path=arena.path, manifest=arena.manifest)
+            welcome = wire.Welcome(session="s", transport="shm", address=arena.path, manifest=arena.manifest)
             await publisher.socket.send_multipart([publisher.peer, wire.encode(welcome)])
             staged = wire.Staged(session="s", update=3)
             assert await publisher.ask(stage) == staged
@@ -489,13 +492,13 @@ def test_a_subscriber_answers_what_is_asked_again_without_doing_it_again() -> No
             assert await publisher.ask(commit) == committed
             assert engine.log == ["pause", "load 0", "resume"]
 
-            other = await publisher.ask(wire.Commit(session="s", update=4))
+            other = await publisher.ask(wire.Commit(session="s", update=4, scores=[]))
             assert isinstance(other, wire.CommitFailed)
             assert other.reason == "update 4 is not staged here"
             assert await publisher.ask(msgspec.structs.replace(stage, update=5)) == wire.Staged(session="s", update=5)
             discard = wire.Discard(session="s", update=5)
             await publisher.socket.send_multipart([publisher.peer, wire.encode(discard)])
-            assert isinstance(await publisher.ask(wire.Commit(session="s", update=5)), wire.CommitFailed)
+            assert isinstance(await publisher.ask(wire.Commit(session="s", update=5, scores=[])), wire.CommitFailed)
             assert engine.log == ["pause", "load 0", "resume"]
         finally:
             task.cancel()

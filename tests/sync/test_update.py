@@ -134,6 +134,53 @@ def test_the_last_deadline_before_the_decision_gives_up_and_after_it_leaves_behi
     assert late.failures == {"b": "late (commit)"}
 
 
+def test_rolling_each_commits_when_it_has_staged_and_the_version_waits_for_all() -> None:
+    update = Update(1, 7, ["a", "b"], ["eval"], rolling=True)
+    update.begin(["a", "b", "eval"])
+    assert update.staged("a") == [("a", COMMIT)]
+    assert update.staged("eval") == []
+    assert update.committed_by("a", 0.5) == []
+    assert update.phase is Phase.COMMIT
+    assert update.waiting == {"b": Step.STAGE}
+    assert update.staged("b") == [("b", COMMIT)]
+    assert update.committed_by("b", 0.25) == [("eval", COMMIT)]
+    assert update.phase is Phase.DONE
+
+
+def test_rolling_who_fails_after_another_has_committed_is_left_behind() -> None:
+    update = Update(1, 7, ["a", "b"], [], rolling=True)
+    update.begin(["a", "b"])
+    update.staged("a")
+    update.committed_by("a", 0.0)
+    assert update.failed("b", "bucket 3 is corrupted") == [("b", STAGE)]
+    assert update.failed("b", "bucket 3 is corrupted") == []
+    assert (update.phase, update.committed) == (Phase.DONE, {"a"})
+    assert update.failures == {"b": "bucket 3 is corrupted"}
+
+
+def test_a_rejection_ends_the_update_for_all_whatever_the_others_do() -> None:
+    update = staged_by_all("a", "b", "c")
+    update.committed_by("a", 0.0, 1e-7)
+    assert update.rejected_by("b", 0.5, "canary") == [("a", DISCARD), ("b", DISCARD), ("c", DISCARD)]
+    assert (update.phase, update.canary_rms) == (Phase.REJECTED, 0.5)
+    assert update.failures == {"b": "canary"}
+    assert update.committed_by("c", 0.0) == []
+    assert update.phase is Phase.REJECTED
+
+
+def test_an_attempt_counts_every_time_a_member_starts_over() -> None:
+    update = Update(1, 7, ["a", "b"], [])
+    update.begin(["a"])
+    update.connected("b")  # late, and for the first time
+    assert (update.attempt("a"), update.attempt("b")) == (0, 0)
+    update.failed("a", "bucket 3 is corrupted")
+    update.connected("b")  # a new process
+    assert (update.attempt("a"), update.attempt("b")) == (1, 1)
+    update.disconnected("a")
+    update.connected("a")
+    assert update.attempt("a") == 2
+
+
 NAMES = ["a", "b", "c", "eval"]
 EVENTS = ["connected", "disconnected", "removed", "staged", "committed_by", "failed", "expire"]
 
@@ -148,10 +195,10 @@ def happen(update: Update, event: str, name: str) -> list[tuple[str, Order]]:
     return getattr(update, event)(name, *extra)
 
 
-@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(NAMES)), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.sampled_from(NAMES)), max_size=40), st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_whatever_happens_in_any_order_the_guarantees_hold(events: list[tuple[str, str]]) -> None:
-    update = Update(1, 7, NAMES[:3], NAMES[3:])
+def test_whatever_happens_in_any_order_the_guarantees_hold(events: list[tuple[str, str]], rolling: bool) -> None:
+    update = Update(1, 7, NAMES[:3], NAMES[3:], rolling=rolling)
     asked = {name for name, _ in update.begin(NAMES[:2])}
     staged: set[str] = set()
     committed: set[str] = set()
@@ -171,7 +218,10 @@ def test_whatever_happens_in_any_order_the_guarantees_hold(events: list[tuple[st
             if order is STAGE:
                 asked.add(member)
                 staged.discard(member)
-        if deciding and any(order is COMMIT for _, order in orders):
+        for member, order in orders:
+            if order is COMMIT:
+                assert member in staged
+        if deciding and not rolling and any(order is COMMIT for _, order in orders):
             assert update.members <= staged  # nobody commits before all have staged
         if not over and update.phase is Phase.ABORTED:
             assert not update.committed

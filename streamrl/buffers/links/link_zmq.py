@@ -28,7 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 from streamrl.buffers.links.link_keys import LinkKeys
 from streamrl.buffers.wire import codec
 from streamrl.buffers.wire.codec import Frame
-from streamrl.buffers.wire.messages import Body, Header, LeaseRequest, Refusal, Withdraw
+from streamrl.buffers.wire.messages import Body, GenerateRequest, Header, LeaseRequest, Refusal, Withdraw
 from streamrl.buffers.wire.payload import Payload
 from streamrl.errors import StreamRLError, WireError
 
@@ -43,6 +43,9 @@ BUNDLE_FRAMES = 64
 
 MESSAGES_PER_TURN = 64
 """Received in one turn of the event loop, so that a flood does not starve the rest of the process."""
+
+WITHDRAWN = (LeaseRequest, GenerateRequest)
+"""Requests whose server is told when their waiter is cancelled: they cost it something while they wait."""
 
 Context = zmq.Context[zmq.Socket[Any]]
 
@@ -231,7 +234,7 @@ class _Request:
 class ClientLink:
     """A connected DEALER socket with pipelined requests: any number of coroutines may wait for answers at once.
 
-    ``unclaimed`` gets an answer whose waiter was cancelled.
+    ``unclaimed`` gets an answer whose waiter was cancelled; ``connection`` hears that there is one, or none any more.
     """
 
     def __init__(
@@ -244,6 +247,7 @@ class ClientLink:
         unclaimed: Callable[[Body], None] | None = None,
         keys: LinkKeys | None = None,
         checksum: bool = False,
+        connection: Callable[[bool], None] = lambda there: None,
     ) -> None:
         self.name = name
         self.resent = 0
@@ -252,6 +256,7 @@ class ClientLink:
         self._now = now
         self._unclaimed = unclaimed
         self._checksum = checksum
+        self._connection = connection
         self._numbers = itertools.count()
         self._waiting: dict[int, _Request] = {}
         self._outbox: deque[list[Frame]] = deque()
@@ -266,7 +271,7 @@ class ClientLink:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         if keys is not None:
             keys.secure_client(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._readers: list[_Reader] = []
         self._socket.connect(endpoint)
 
@@ -281,8 +286,8 @@ class ClientLink:
             raise StreamRLError(f"{self.name}: {UNANSWERED} requests wait for answers already; await them first")
         if not self._readers:  # here and not in the constructor, which may run before the event loop does
             self._readers = [
-                _Reader(self._socket, self._take, self._flush, self._fail_all),
-                _Reader(self._monitor, self._connected, lambda: None, self._fail_all),
+                _Reader(self._socket, self._take, self._flush, self.fail_waiting),
+                _Reader(self._monitor, self._heard, lambda: None, self.fail_waiting),
             ]
         number = next(self._numbers)
         frames = codec.encode(
@@ -296,8 +301,8 @@ class ClientLink:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and self._unclaimed is not None:  # both in one turn
                 self._unclaimed(future.result()[0].body)
-            if isinstance(body, LeaseRequest) and number in self._waiting and not self._closed:
-                # Nobody waits for these leases; whatever the server answers now goes to ``unclaimed``.
+            if isinstance(body, WITHDRAWN) and number in self._waiting and not self._closed:
+                # Nobody waits for it; whatever the server answers now goes to ``unclaimed``.
                 withdraw = codec.encode(Withdraw(number), next(self._numbers), self._now())
                 self._waiting[number].frames = [*frames, *withdraw]  # as a bundle, should it have to be sent again
                 self._post(withdraw)
@@ -331,10 +336,12 @@ class ClientLink:
                 self._outbox.popleft()
         self._readers[0].look_soon(zmq.POLLIN | zmq.POLLOUT if self._outbox else zmq.POLLIN)
 
-    def _connected(self, parts: list[zmq.Frame]) -> None:
+    def _heard(self, parts: list[zmq.Frame]) -> None:
         """The connection stands; if it is not the first, whatever is unanswered may have been lost with the last."""
-        event = parse_monitor_message([part.bytes for part in parts])
-        if event["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        event = parse_monitor_message([part.bytes for part in parts])["event"]
+        if event == zmq.EVENT_DISCONNECTED:
+            self._connection(False)
+        if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return
         if self._connected_before:
             self.reconnects += 1
@@ -343,6 +350,7 @@ class ClientLink:
             for request in self._waiting.values():
                 self._post(request.frames)
         self._connected_before = True
+        self._connection(True)
 
     # Receiving --------------------------------------------------------------------------------------------------------
 
@@ -351,20 +359,21 @@ class ClientLink:
             try:
                 self._resolve(message)
             except WireError as error:
-                self._fail_all(WireError(f"{self.name}: malformed answer of the queue: {error}"))
+                self.fail_waiting(WireError(f"{self.name}: malformed answer of the queue: {error}"))
 
     def _resolve(self, frames: list[Frame]) -> None:
         header, payload = codec.decode(frames)
         if (request := self._waiting.pop(header.request, None)) is None:
             if isinstance(header.body, Refusal) and header.request < 0:  # of a request that the server could not read
-                self._fail_all(WireError(f"{self.name}: {header.body.error}"))
+                self.fail_waiting(WireError(f"{self.name}: {header.body.error}"))
             return  # the second answer to a request that was sent twice
         if not request.future.done():
             request.future.set_result((header, Payload(payload)))
         elif self._unclaimed is not None:
             self._unclaimed(header.body)
 
-    def _fail_all(self, error: Exception) -> None:
+    def fail_waiting(self, error: Exception) -> None:
+        """Raise ``error`` in every waiting request, and forget them."""
         for request in self._waiting.values():
             if not request.future.done():
                 request.future.set_exception(error)

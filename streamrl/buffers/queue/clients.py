@@ -12,9 +12,9 @@ from collections.abc import Collection
 from streamrl.buffers.links.link_keys import LinkKeys
 from streamrl.buffers.links.link_zmq import ClientLink, Context
 from streamrl.buffers.queue.places import Place, Source
+from streamrl.buffers.wire.fields import TRACEBACK_CHARACTERS
 from streamrl.buffers.wire.groups import STANDARD, pack_group, unpack_part
 from streamrl.buffers.wire.messages import (
-    TRACEBACK_CHARACTERS,
     AcknowledgeRequest,
     Batch,
     BatchRequest,

@@ -151,11 +151,12 @@ class MessageServer(ABC):
 
     def answer_when_synced(self, asker: Asker, body: Body) -> None:
         """Answer once what was journaled so far is as durable as ``buffer.fsync`` says."""
-        self._after_sync.say(lambda: self._answer_soon(asker, body))
+        self._after_sync.say(lambda: self.answer_soon(asker, body))
 
-    def _answer_soon(self, asker: Asker, body: Body) -> None:
+    def answer_soon(self, asker: Asker, body: Body, payload: Iterable[Frame] = ()) -> None:
+        """With this turn's other answers to the same peer; one that is gone asks again."""
         if self._link is not None:
-            self._link.send_soon(asker.identity, codec.encode(body, asker.request, self.now))
+            self._link.send_soon(asker.identity, codec.encode(body, asker.request, self.now, list(payload)))
 
     def report(self, event: str, fields: dict[str, Any]) -> None:
         self._on_event(event, fields)

@@ -12,20 +12,12 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from streamrl.buffers.wire.engine_messages import Generated, GenerateRequest, Watched, WatchRequest
+from streamrl.buffers.wire.fields import Count, Name, Spans, Text
 from streamrl.buffers.wire.reference import Reference
 
 SCHEMA = 3
 """Version of everything in this file and of the columns in ``payload.py``; both ends must have the same."""
-
-TRACEBACK_CHARACTERS = 8192
-"""Of a failure's traceback, the last ones are sent."""
-
-Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Name = Annotated[str, Meta(max_length=512)]
-Text = Annotated[str, Meta(max_length=TRACEBACK_CHARACTERS)]
-
-Spans = list[tuple[Count, Annotated[int, Meta(ge=1, lt=1 << 53)]]]
-"""(version, count) runs over the sampled tokens, as ``types.VersionSpans``."""
 
 
 # Groups -------------------------------------------------------------------------------------------------------------
@@ -135,7 +127,8 @@ class Leases(Struct, tag="leases"):
 
 
 class Withdraw(Struct, tag="withdraw"):
-    """Whoever waited for these leases is gone; ``request`` is answered with no leases if it still waits."""
+    """Whoever waited for these leases, or for this continuation, is gone; ``request`` is answered without if it still
+    waits."""
 
     request: Count
 
@@ -277,7 +270,7 @@ class FreeRequest(Struct, tag="free"):
     oldest: Count
 
 
-# Rollouter → reference ----------------------------------------------------------------------------------------------
+# Rollouter → reference, or a shared engine --------------------------------------------------------------------------
 
 
 class ScoreRequest(Struct, tag="score"):
@@ -285,6 +278,8 @@ class ScoreRequest(Struct, tag="score"):
     log-probs, float32."""
 
     lengths: list[Annotated[int, Meta(ge=1, le=1 << 24)]]
+    temperature: float | None = None
+    """None: the run's."""
 
 
 # Environment → reward model -----------------------------------------------------------------------------------------
@@ -320,7 +315,8 @@ class Refusal(Struct, tag="refusal"):
 Body = (
     LeaseRequest | Leases | Withdraw | ReserveRequest | PutRequest | FailRequest | ReturnRequest
     | ReleaseRequest | Released | BatchRequest | Batch | AcknowledgeRequest | LostRequest | PublishedRequest
-    | FetchRequest | Fetched | StoreRequest | FreeRequest | ScoreRequest | RewardRequest | Rewarded | Status | Refusal
+    | FetchRequest | Fetched | StoreRequest | FreeRequest | ScoreRequest | GenerateRequest | Generated
+    | WatchRequest | Watched | RewardRequest | Rewarded | Status | Refusal
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from streamrl.envs.environment import Reward, Task
 from streamrl.envs.episode import Host
 from streamrl.envs.group import GroupRunner
 from streamrl.envs.split import Split
-from streamrl.ports import Engine
+from streamrl.ports import Sampler
 from streamrl.schema import Config
 from streamrl.types import Lease, Trajectory
 
@@ -61,7 +61,7 @@ class Stage:
         group = replace(config.group, min_size=1, on_straggler="wait", straggler_s=0.0)
         self._config = replace(config, group=group)
 
-    async def play(self, engine: Engine, size: int) -> Played:
+    async def play(self, engine: Sampler, size: int) -> Played:
         """A group of ``size`` episodes of each prompt, all at once."""
         return await self._play([(place, engine) for place in range(self.groups)], size)
 
@@ -73,7 +73,7 @@ class Stage:
     def task(self, place: int) -> Task:
         return self.split.train(place)
 
-    async def _play(self, leased: Sequence[tuple[int, Engine]], size: int) -> Played:
+    async def _play(self, leased: Sequence[tuple[int, Sampler]], size: int) -> Played:
         played = Played([])
         split = Split(self._timed(played.episode_s), self._config.seed, self.split.share)
         runners = [GroupRunner(split, engine, self.tokenizer, self._config, self._host) for _, engine in leased]

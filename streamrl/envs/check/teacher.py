@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from streamrl.envs.codec import Codec
 from streamrl.envs.demonstration import lesson
 from streamrl.envs.environment import Task
-from streamrl.ports import EngineStatistics
 from streamrl.types import Generation, SamplingParams
 
 
 class Teacher:
     """An engine that samples what a task's answer or demonstration says, turn by turn, whatever it is asked."""
-
-    version = 0
 
     def __init__(self, task: Task, codec: Codec) -> None:
         self._turns = [
@@ -33,20 +30,6 @@ class Teacher:
         token_ids = np.array(wanted[: params.max_tokens], dtype=np.int32)
         reason = "stop" if len(token_ids) == len(wanted) else "length"
         return Generation(token_ids, np.zeros(len(token_ids), dtype=np.float32), [(0, len(token_ids))], reason)
-
-    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-        return np.zeros(len(token_ids), dtype=np.float32)
-
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def load(self, version: int, tensors: Mapping[str, object]) -> None: ...
-
-    def statistics(self) -> EngineStatistics:
-        return EngineStatistics(0, 0, 0, 0, 0.0, 0)
-
-    async def close(self) -> None: ...
 
 
 def _pieces(task: Task, codec: Codec) -> list[tuple[str | Sequence[int], bool]]:

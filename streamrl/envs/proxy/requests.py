@@ -51,7 +51,7 @@ def neutral(limits: Limits) -> dict[str, tuple[Any, ...]]:
         "temperature": (limits.temperature,),
         "top_p": (limits.top_p,),
         "top_k": (limits.top_k,) if limits.top_k else (0, -1),
-        "min_p": (0,),
+        "min_p": (limits.min_p,),
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "repetition_penalty": (1,),

@@ -1,0 +1,144 @@
+"""``streamrl bench sync``: from "weights ready in the trainer" to "loaded in all engines", against what else there is.
+
+::
+
+    update       shm to 4 engines against the copies that cannot be avoided, safetensors in /dev/shm, and a gloo
+                 broadcast per tensor; how long an engine stands still; memory beyond the weights
+    transports   the other transports to the same 4, against shm; always with the first size
+    delta        zmq with sync.encoding=delta against full, by the share of values that changed, for steps of AdamW,
+                 and for the first steps of the quickstart
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.bench.report import Row, publish, summarise
+from streamrl.bench.sync.stage import Contender, Stage
+from streamrl.bench.sync.steps import adamw_deltas, quickstart_fractions
+from streamrl.bench.sync.weights import GB, shapes
+
+TARGETS = 4
+BUCKET_BYTES = 64 << 20
+COLD_UPDATES = 2
+"""Of each contender in each round, not counted: they fill both slots, and every page for the first time."""
+COUNTED_UPDATES = 2
+
+_HERE = "streamrl.bench.sync"
+FLOOR = Contender("copy floor", f"{_HERE}.copies")
+SAFETENSORS = Contender("safetensors in /dev/shm", f"{_HERE}.safetensors_file")
+GLOO = Contender("gloo per tensor", f"{_HERE}.gloo", together=True)
+
+
+TRANSPORTS = ("zmq", "collective", "disk")
+SHARES = (0.001, 0.01, 0.05, 0.2, 0.5)
+"""Of all values, that change from one version to the next in the delta section."""
+LEARNING_RATE = 1e-6
+QUICKSTART_STEPS = 8
+
+
+def ours(transport: str, *, delta: bool = False, rolling: bool = False) -> Contender:
+    options = {"bucket_bytes": BUCKET_BYTES, "transport": transport, "delta": delta, "rolling": rolling}
+    name = f"{transport}{' delta' * delta}{' rolling' * rolling}"
+    return Contender(name, f"{_HERE}.plane", options, loads=False)
+
+
+Measured = dict[str, list[dict[str, float]]]
+
+
+def in_turn(stage: Stage, contenders: Sequence[Contender], runs: int, share: float) -> Measured:
+    """Every contender once a round; what each counted update measured, by contender."""
+    measured: Measured = {}
+    for run in range(runs):
+        for contender in contenders:
+            with stage.playing(replace(contender, options=contender.options | {"run": run})):
+                outcomes = [stage.update(share) for _ in range(COLD_UPDATES + COUNTED_UPDATES)]
+                measured.setdefault(contender.name, []).extend(outcomes[COLD_UPDATES:])
+    return measured
+
+
+def seconds(measured: Measured, contender: Contender) -> list[float]:
+    return [each["seconds"] for each in measured[contender.name]]
+
+
+def update(size: str, runs: int) -> Iterator[Row]:
+    shm, rolling = ours("shm"), ours("shm", rolling=True)
+    where = f"{model_gb(size):.2f} GB to {TARGETS}"
+    with Stage(size, TARGETS) as stage:
+        measured = in_turn(stage, [shm, rolling, FLOOR, SAFETENSORS, GLOO], runs, share=1.0)
+        memory = stage.memory
+    own, floor = seconds(measured, shm), seconds(measured, FLOOR)
+    yield summarise(f"{where}/shm against the copy floor", "s", own, floor)
+    for baseline in (SAFETENSORS, GLOO):
+        yield summarise(f"{where}/{baseline.name} against shm", "s", seconds(measured, baseline), own)
+    for contender in (shm, rolling):
+        pauses = [each["pause"] for each in measured[contender.name]]
+        yield summarise(f"{where}/{contender.name}, pause against update", "s", pauses, seconds(measured, contender))
+    yield summarise(f"{where}/extra memory of the trainer", "buckets", _in(memory["shm"], BUCKET_BYTES))
+    yield summarise(f"{where}/extra memory of the host", "models", _in(memory["shm/host"], model_gb(size) * GB))
+
+
+def transports(size: str, runs: int) -> Iterator[Row]:
+    contenders = [ours(transport) for transport in ("shm", *TRANSPORTS)]
+    with Stage(size, TARGETS) as stage:
+        measured = in_turn(stage, contenders, runs, share=1.0)
+    where = f"{model_gb(size):.2f} GB to {TARGETS}"
+    for contender in contenders[1:]:
+        times = seconds(measured, contender), seconds(measured, contenders[0])
+        yield summarise(f"{where}/{contender.name} against shm", "s", *times)
+
+
+def delta(size: str, runs: int) -> Iterator[Row]:
+    full, coded = ours("zmq"), ours("zmq", delta=True)
+    where = f"{model_gb(size):.2f} GB to {TARGETS}/zmq delta"
+    with Stage(size, TARGETS) as stage:
+        for share in SHARES:
+            measured = in_turn(stage, [full, coded], runs, share)
+            name = f"{where}, {share:.1%} changed"
+            yield summarise(f"{name} against full", "s", seconds(measured, coded), seconds(measured, full))
+            yield summarise(f"{name}/bytes", "of full", [each["fraction"] for each in measured[coded.name]])
+    yield from _adamw(runs)
+    for dtype in ("float32", "bfloat16"):
+        fractions = quickstart_fractions(dtype, QUICKSTART_STEPS)
+        yield summarise(f"quickstart in {dtype}/bytes", "of full", fractions)
+
+
+def _adamw(runs: int) -> Iterator[Row]:
+    changed, fractions = zip(*adamw_deltas(LEARNING_RATE, 1 + runs), strict=True)
+    where = f"AdamW, lr {LEARNING_RATE:g}, bf16 from fp32"
+    yield summarise(f"{where}/values that change in a step", "of all", changed[1:])
+    yield summarise(f"{where}/bytes", "of full", fractions[1:])
+
+
+def model_gb(size: str) -> float:
+    return 2 * sum(math.prod(shape) for shape in shapes(size).values()) / GB
+
+
+def _in(values: Sequence[float], unit: float) -> list[float]:
+    return [value / unit for value in values]
+
+
+def run(json_path: Path | None, runs: int, sizes: Sequence[str], only: str | None) -> list[Row]:
+    """Measure, print the table, write the rows to ``json_path`` if given.
+
+    Raises ``StreamRLError`` where weights did not arrive as they were sent, or a process failed; none is left behind.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends like Ctrl-C: processes and folders are cleaned up
+    sections: dict[str, Callable[[], Iterator[Row]]] = {
+        "update": lambda: (row for size in sizes for row in update(size, runs)),
+        "transports": lambda: transports(sizes[0], runs),
+        "delta": lambda: delta(sizes[0], runs),
+    }
+    rows = [
+        replace(row, name=f"sync/{row.name}")
+        for name, measure in sections.items()
+        if only in (None, name)
+        for row in measure()
+    ]
+    publish(rows, json_path)
+    return rows

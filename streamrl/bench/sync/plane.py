@@ -1,0 +1,110 @@
+"""streamrl's weight plane: a ``Publisher``, and a ``Subscriber`` for an engine that is nothing but its parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamrl.bench.sync.stage import TIMEOUT_S, Role
+from streamrl.errors import StreamRLError
+from streamrl.sync.arena import describe
+from streamrl.sync.gather import gather
+from streamrl.sync.manifest import plan_manifest
+from streamrl.sync.publisher import Publisher
+from streamrl.sync.slab import Slab
+from streamrl.sync.subscriber import Subscriber
+
+
+class ParameterEngine:
+    """Loads by one copy into each parameter."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self._weights = weights
+        self.version = -1
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        await asyncio.to_thread(self._copy, tensors)
+        self.version = version
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._weights[name].copy_(tensor)
+
+
+class Source:
+    def __init__(self, role: Role) -> None:
+        self._role = role
+
+    async def open(self, address: Any) -> str:
+        endpoint = f"ipc://{self._role.folder}/sync"
+        manifest = plan_manifest(describe(self._role.weights), self._role.options["bucket_bytes"])
+        slab = Slab(
+            manifest,
+            endpoint=endpoint,
+            folder=Path(self._role.shared, "weights"),
+            timeout_s=TIMEOUT_S,
+            transport=self._role.options["transport"],
+            delta=self._role.options["delta"],
+            anchor_every=1 << 30,
+        )
+        self._publisher = Publisher(
+            endpoint,
+            slab,
+            timeout_s=TIMEOUT_S,
+            on_event=_ignore,
+            on_unresponsive=_unresponsive,
+            rolling=self._role.options["rolling"],
+        )
+        self._publisher.set_members({f"rollouter-{index}" for index in range(self._role.targets)}, set())
+        self._running = asyncio.create_task(self._publisher.run())
+        return endpoint
+
+    async def update(self, version: int) -> dict[str, float]:
+        content = self._publisher.open(version)
+
+        def write() -> None:  # as a trainer of one rank does
+            with content:
+                gather(self._role.weights.items(), content.filling.manifest, content.filling)
+
+        async with asyncio.TaskGroup() as tasks:
+            publishing = tasks.create_task(self._publisher.publish(version))
+            await asyncio.to_thread(write)
+        report = publishing.result()
+        return {"pause": report.pause_seconds, "fraction": report.delta_fraction}
+
+    async def close(self) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        self._publisher.close()
+
+
+class Target:
+    def __init__(self, role: Role) -> None:
+        self._role = role
+
+    async def open(self, address: str) -> None:
+        engine: Any = ParameterEngine(self._role.weights)
+        self._subscriber = Subscriber(address, self._role.name, engine, _ignore, timeout_s=TIMEOUT_S)
+        self._running = asyncio.create_task(self._subscriber.run())
+
+    async def update(self, version: int) -> dict[str, float]:
+        raise AssertionError("the source's update ends when all targets have loaded")
+
+    async def close(self) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+
+def _ignore(event: str, fields: dict[str, Any]) -> None: ...
+
+
+def _unresponsive(member: str, waited_for: str) -> None:
+    raise StreamRLError(f"{member} did not {waited_for} within {TIMEOUT_S:g} s")
