@@ -80,10 +80,11 @@ class Engine(Sampler, Protocol):
         ...
 
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
-        """Copy ``tensors`` (torch tensors by parameter name) into the model while paused; verify all names and shapes.
+        """Take ``tensors`` (torch tensors by parameter name) into service while paused; verify all names and shapes.
 
-        All or nothing: raises ``WeightSyncError`` before the first copy when a name, shape or dtype does not fit.
-        Applies the KV policy (``keep`` or ``recompute``) to the requests in flight.
+        They stay valid and unchanged until the next ``load`` has returned, so that an engine may serve from them where
+        they lie; it never writes to them. All or nothing: raises ``WeightSyncError`` before the first copy when a name,
+        shape or dtype does not fit. Applies the KV policy (``keep`` or ``recompute``) to the requests in flight.
         """
         ...
 

@@ -239,9 +239,15 @@ class ModelRunner:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, object]) -> None:
-        """Copy verified ``tensors`` into the parameters."""
+        """Take verified ``tensors`` over: where they lie on the model's device they become its parameters, uncopied.
+
+        Nothing writes to a parameter here: what lies in shared memory is mapped for reading only.
+        """
         for name, parameter in self._model.named_parameters():
             tensor = tensors[name]
             assert isinstance(tensor, Tensor)
-            parameter.copy_(tensor)
+            if tensor.device == parameter.device:
+                parameter.data = tensor.contiguous()
+            else:
+                parameter.copy_(tensor)
         self.head.refresh()

@@ -238,6 +238,27 @@ def test_a_load_that_does_not_fit_is_refused_and_the_old_weights_serve_on(build:
     asyncio.run(run())
 
 
+def test_loaded_tensors_are_served_from_where_they_lie(build: Build) -> None:
+    model, first, second = build(seed=0), weights(build(seed=1)), weights(build(seed=2))
+
+    async def run() -> None:
+        async with serving(model) as engine:
+            for version, tensors in enumerate((first, second, first)):
+                await engine.pause()
+                await engine.load(version, tensors)
+                await engine.resume()
+                held = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+                assert held == {name: tensor.data_ptr() for name, tensor in tensors.items()}
+            assert (await engine.score([1, 2, 3, 4])).tolist() == alone.tolist()
+
+    async def by_itself() -> np.ndarray:
+        async with serving(build(seed=1)) as engine:
+            return await engine.score([1, 2, 3, 4])
+
+    alone = asyncio.run(by_itself())
+    asyncio.run(run())
+
+
 def test_the_head_runs_in_fp32_over_bf16_weights_and_follows_every_load(build: Build) -> None:
     model = build(hidden_size=64).to(torch.bfloat16)
     updated = weights(build(hidden_size=64, seed=1).to(torch.bfloat16))

@@ -2,8 +2,9 @@
 
 ::
 
-    update       shm to 4 engines against the copies that cannot be avoided, safetensors in /dev/shm, and a gloo
-                 broadcast per tensor; how long an engine stands still; memory beyond the weights
+    update       shm to 4 engines that serve from it, and to 4 that copy, against the copies that those cannot avoid,
+                 safetensors in /dev/shm, and a gloo broadcast per tensor; how long an engine stands still; memory
+                 beyond the weights
     transports   the other transports to the same 4, against shm; always with the first size
     delta        zmq with sync.encoding=delta against full, by the share of values that changed, for steps of AdamW,
                  and for the first steps of the quickstart
@@ -42,9 +43,11 @@ LEARNING_RATE = 1e-6
 QUICKSTART_STEPS = 8
 
 
-def ours(transport: str, *, delta: bool = False, rolling: bool = False) -> Contender:
-    options = {"bucket_bytes": BUCKET_BYTES, "transport": transport, "delta": delta, "rolling": rolling}
-    name = f"{transport}{' delta' * delta}{' rolling' * rolling}"
+def ours(transport: str, *, delta: bool = False, rolling: bool = False, copies: bool = False) -> Contender:
+    """``copies``: into engines that do not serve from the memory in which weights arrive."""
+    options = {"transport": transport, "delta": delta, "rolling": rolling, "copies": copies}
+    options |= {"bucket_bytes": BUCKET_BYTES}
+    name = f"{transport}{' delta' * delta}{' copied' * copies}{' rolling' * rolling}"
     return Contender(name, f"{_HERE}.plane", options, loads=False)
 
 
@@ -67,16 +70,18 @@ def seconds(measured: Measured, contender: Contender) -> list[float]:
 
 
 def update(size: str, runs: int) -> Iterator[Row]:
-    shm, rolling = ours("shm"), ours("shm", rolling=True)
+    shm, copied, rolling = ours("shm"), ours("shm", copies=True), ours("shm", copies=True, rolling=True)
     where = f"{model_gb(size):.2f} GB to {TARGETS}"
     with Stage(size, TARGETS) as stage:
-        measured = in_turn(stage, [shm, rolling, FLOOR, SAFETENSORS, GLOO], runs, share=1.0)
+        measured = in_turn(stage, [shm, copied, rolling, FLOOR, SAFETENSORS, GLOO], runs, share=1.0)
         memory = stage.memory
     own, floor = seconds(measured, shm), seconds(measured, FLOOR)
-    yield summarise(f"{where}/shm against the copy floor", "s", own, floor)
+    for contender in (shm, copied):
+        times = seconds(measured, contender)
+        yield summarise(f"{where}/{contender.name} against the copy floor", "s", times, floor)
     for baseline in (SAFETENSORS, GLOO):
         yield summarise(f"{where}/{baseline.name} against shm", "s", seconds(measured, baseline), own)
-    for contender in (shm, rolling):
+    for contender in (shm, copied, rolling):
         pauses = [each["pause"] for each in measured[contender.name]]
         yield summarise(f"{where}/{contender.name}, pause against update", "s", pauses, seconds(measured, contender))
     yield summarise(f"{where}/extra memory of the trainer", "buckets", _in(memory["shm"], BUCKET_BYTES))

@@ -20,10 +20,12 @@ from streamrl.sync.subscriber import Subscriber
 
 
 class ParameterEngine:
-    """Loads by one copy into each parameter."""
+    """Serves from the tensors that it is given, as the embedded engine does, or copies them, as vLLM does."""
 
-    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, weights: dict[str, torch.Tensor], *, copies: bool) -> None:
         self._weights = weights
+        self._own = dict(weights)
+        self._copies = copies
         self.version = -1
 
     async def pause(self) -> None: ...
@@ -31,12 +33,19 @@ class ParameterEngine:
     async def resume(self) -> None: ...
 
     async def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        await asyncio.to_thread(self._copy, tensors)
+        if self._copies:
+            await asyncio.to_thread(self._copy, tensors)
+        else:
+            self._weights.update(tensors)
         self.version = version
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             self._weights[name].copy_(tensor)
+
+    def close(self) -> None:
+        """Let go of what was given."""
+        self._weights.update(self._own)
 
 
 class Source:
@@ -91,7 +100,8 @@ class Target:
         self._role = role
 
     async def open(self, address: str) -> None:
-        engine: Any = ParameterEngine(self._role.weights)
+        self._engine = ParameterEngine(self._role.weights, copies=self._role.options["copies"])
+        engine: Any = self._engine
         self._subscriber = Subscriber(address, self._role.name, engine, _ignore, timeout_s=TIMEOUT_S)
         self._running = asyncio.create_task(self._subscriber.run())
 
@@ -101,6 +111,7 @@ class Target:
     async def close(self) -> None:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
+        self._engine.close()
 
 
 def _ignore(event: str, fields: dict[str, Any]) -> None: ...
