@@ -87,6 +87,9 @@ def check_engine(config: Config) -> None:
             f"engine.device={engine.device} is of the embedded engine; {engine.name} takes the devices that it sees "
             "(CUDA_VISIBLE_DEVICES): leave it at its default"
         )
+    if engine.urls and engine.name != "embedded" and (engine.args or engine.python):
+        given = f"engine.args={engine.args}" if engine.args else f"engine.python={engine.python}"
+        raise ConfigError(f"{given} with engine.urls: these servers run already; start them so, and leave it empty")
     if engine.name == "vllm":
         check_args(engine, VLLM_DECIDED)
     if engine.name == "sglang":
@@ -118,9 +121,6 @@ def _check_sglang(engine: EngineConfig) -> None:
             "engine.async_scheduling=true with engine.name=sglang and engine.kv=keep: its overlap scheduler labels a "
             "token that old weights sampled as new; set engine.kv=recompute, or engine.async_scheduling=false"
         )
-    if engine.urls and (engine.args or engine.python):
-        given = f"engine.args={engine.args}" if engine.args else f"engine.python={engine.python}"
-        raise ConfigError(f"{given} with engine.urls: these servers run already; start them so, and leave it empty")
 
 
 def _check_embedded(engine: EngineConfig) -> None:

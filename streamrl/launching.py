@@ -76,8 +76,8 @@ def launch(config: Config, run_dir: Path | None) -> int:
 def parity(config: Config, run_dir: Path | None) -> int:
     """Assemble the ring, compare engines and trainer, print the table and end; returns the exit code."""
     config = replace(
-        config, run=f"{config.run}-parity", parity="gate", eval=replace(config.eval, tasks=0),
-        wandb=replace(config.wandb, name="disabled"),
+        config, run=f"{config.run}-parity", parity=replace(config.parity, name="gate"),
+        eval=replace(config.eval, tasks=0), wandb=replace(config.wandb, name="disabled"),
     )  # fmt: skip
     folder = run_dir or default_run_dir(config)
     console = Console(highlight=False)

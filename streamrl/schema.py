@@ -343,6 +343,14 @@ class WandbConfig:
 
 
 @dataclass
+class ParityConfig:
+    name: str = "gate"
+    """Where engines and trainer disagree before training (C7): ``gate`` ends the run, ``warn`` flags its metrics."""
+    rms: float = 0.0
+    """Largest rms of engine − trainer, nats, at temperature 1; other limits scale along. 0: by ``model.dtype``."""
+
+
+@dataclass
 class LivenessConfig:
     heartbeat_s: float = 1.0
     actor_timeout_s: float = 30.0
@@ -368,15 +376,12 @@ class Config:
     rollouts: int = 1
     """Rollouters."""
     rollouters_per_engine: int = 0
-    """0: each rollouter holds an engine. N: engines in processes of their own, one for every N rollouters, and every
-    rollouter samples from all of them."""
+    """0: each rollouter holds an engine. N: one in a process of its own for every N, sampled from by all of them."""
     max_lag: int = 1
     """Versions that a trained token may lag behind the trainer (C1). 0 is exact on-policy, 1 one-step-off."""
     on_stale: str = "mask"
     """What happens to a group with tokens over the bound: ``mask``, ``evict`` or ``wait`` (C1)."""
-    parity: str = "gate"
-    """Where engines and trainer disagree on log-probs before training (C7): ``gate`` ends the run with exit code 3,
-    ``warn`` trains all the same and flags every metrics line."""
+    parity: ParityConfig = field(default_factory=ParityConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

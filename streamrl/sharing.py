@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from streamrl.errors import ConfigError
 from streamrl.schema import Config
 
-SERVERS = ("sglang",)
+SERVERS = ("vllm", "sglang")
 """Engines whose running servers can take part in a run."""
 
 
@@ -35,7 +35,8 @@ def check_sharing(config: Config) -> None:
         return
     if name not in SERVERS:
         raise ConfigError(
-            f"engine.urls is for running servers of {', '.join(SERVERS)}, got engine.name={name}; {_WAY[name]}"
+            f"engine.urls is for running servers of {' and '.join(SERVERS)}, got engine.name={name}; leave engine.urls "
+            "empty, or set engine.name to one of these"
         )
     if config.rollouters_per_engine:
         raise ConfigError(
@@ -48,12 +49,5 @@ def check_sharing(config: Config) -> None:
             raise ConfigError(f"engine.urls: expected http://HOST:PORT, got {url!r}")
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ConfigError(f"engine.urls: expected http://HOST:PORT without a user, password or query, got {url!r}")
-    if len(set(urls)) < len(urls):
+    if len({url.rstrip("/") for url in urls}) < len(urls):
         raise ConfigError(f"engine.urls={urls} names a server twice, and each takes its weights once; name it once")
-
-
-_WAY = {
-    "embedded": "leave engine.urls empty, or set engine.name=sglang",
-    "vllm": "streamrl loads no weights into a running vLLM server; leave engine.urls empty and share engines with "
-    "rollouters_per_engine",
-}

@@ -11,7 +11,7 @@ class SyncConfig:
     timeout_s: float = 60.0
     """Seconds a rollouter may take to stage or commit a version before it is declared dead."""
     transport: str = "auto"
-    """How weights reach rollouters: ``auto``, ``shm``, ``zmq``, ``collective`` or ``disk`` (docs/weights.md)."""
+    """How weights travel: ``auto``, ``shm``, ``zmq``, ``collective``, ``disk`` or ``nixl`` (docs/weights.md)."""
     encoding: str = "full"
     """``full``, or ``delta``: what changed since the version that serves; for transports over a network."""
     anchor_every: int = 20

@@ -14,7 +14,7 @@ from streamrl.sync_checks import check_sync, choose_transport
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "on_stale": ("mask", "evict", "wait"),
-    "parity": ("gate", "warn"),
+    "parity.name": ("gate", "warn"),
     "env.play": ("anywhere", "attached"),
     "engine.name": ("embedded", "vllm", "sglang"),
     "engine.kv": ("keep", "recompute"),
@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "queue.transport": ("ipc", "tcp"),
     "buffer.fsync": ("always", "interval", "never"),
     "buffer.keep": ("live", "all"),
-    "sync.transport": ("auto", "shm", "zmq", "collective", "disk"),
+    "sync.transport": ("auto", "shm", "zmq", "collective", "disk", "nixl"),
     "sync.encoding": ("full", "delta"),
     "sync.stage": ("host", "none"),
     "sync.commit": ("together", "rolling"),
@@ -41,6 +41,7 @@ MINIMA: dict[str, float] = {
     "rollouts": 1,
     "rollouters_per_engine": 0,
     "max_lag": 0,
+    "parity.rms": 0,
     "env.timeout_s": 0.001,
     "env.max_failures": 1,
     "model.max_length": 2,

@@ -46,8 +46,9 @@ def test_a_template_that_is_no_yaml_stays_text():
 
 
 def test_a_plain_value_for_a_section_sets_its_name():
-    config = load_config(None, ["env=my_pkg.tasks:Riddles", "loss=ppo", "wandb=disabled"])
+    config = load_config(None, ["env=my_pkg.tasks:Riddles", "loss=ppo", "wandb=disabled", "parity=warn"])
     assert (config.env.name, config.loss.name, config.wandb.name) == ("my_pkg.tasks:Riddles", "ppo", "disabled")
+    assert config.parity.name == "warn"
 
 
 def test_flags_win_over_overrides():
@@ -117,6 +118,8 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path: Path):
         ("rollouts=-1", "rollouts=-1: must be at least 1"),
         ("max_lag=-1", "max_lag=-1: must be at least 0"),
         ("group.size=1", "group.size=1: must be at least 2"),
+        ("parity=loose", "parity.name=loose: expected one of gate, warn"),
+        ("parity.rms=-1", "parity.rms=-1.0: must be at least 0"),
         ("on_stale=drop", "on_stale=drop: expected one of mask, evict, wait"),
         ("loss=tsi", "loss.name=tsi: expected one of tis, ppo"),
         ("sampling.temperature=0", "sampling.temperature=0.0: must be positive"),

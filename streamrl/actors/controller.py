@@ -245,7 +245,7 @@ class Controller(Supervisor):
         self.tally.verdict = verdict
         for gate, numbers in summary_of(verdict).items():
             self._recorder.event(f"gate_{numbers['verdict']}", {"gate": gate, **numbers})
-        if not verdict.passed and self.config.parity == "gate":
+        if not verdict.passed and self.config.parity.name == "gate":
             self._fail(errors.ParityError(table.reason(verdict)))
         else:
             self._open_queue()

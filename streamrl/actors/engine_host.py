@@ -50,13 +50,13 @@ class EngineHost(Actor):
         return {}
 
     def receive(self, message: Message) -> None:
-        if isinstance(message, HolderLost):
-            self._server.forget(message.holder)
-        else:
+        if not isinstance(message, HolderLost):
             super().receive(message)
+        elif self.state is not State.STARTING:  # before, nobody has a request here
+            self._server.forget(message.holder)
 
     def gauges(self) -> dict[str, float]:
-        return {} if self.state is State.STARTING else self._holding.gauges()
+        return self._holding.gauges()
 
 
 def make_pool(spec: ActorSpec, waiting: Callable[[str], AbstractContextManager[None]]) -> EnginePool | None:

@@ -11,7 +11,7 @@ from streamrl.schema import Config
 async def load_engine(config: Config, model_folder: str, url: str = "", scratch: str | None = None) -> Engine:
     """The engine that ``config.engine`` names, started, with the architecture in ``model_folder``.
 
-    ``scratch``: a folder for sockets of the engine's processes, removed with the run; None: the engine makes its own.
+    ``scratch``: a folder for files of the engine's processes, removed with the run; None: the engine makes its own.
 
     ``url``: of a running server, instead of an engine of the run. A run on servers (``engine.urls``) keeps an embedded
     engine for whatever else needs one.
@@ -22,6 +22,10 @@ async def load_engine(config: Config, model_folder: str, url: str = "", scratch:
     match "embedded" if config.engine.urls and not url else config.engine.name:
         case "embedded":
             return await load_embedded(config, model_folder)
+        case "vllm" if url:
+            from streamrl.engines.vllm.server_engine import VllmServerEngine
+
+            return await VllmServerEngine.start(config, model_folder, url)
         case "vllm":
             from streamrl.engines.vllm.engine import VllmEngine
 
@@ -29,7 +33,7 @@ async def load_engine(config: Config, model_folder: str, url: str = "", scratch:
         case "sglang":
             from streamrl.engines.sglang.engine import SglangEngine
 
-            return await SglangEngine.start(config, model_folder, url)
+            return await SglangEngine.start(config, model_folder, url, scratch)
         case name:
             raise AssertionError(f"engine.name={name} passed validation and has no engine")
 

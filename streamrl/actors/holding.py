@@ -33,7 +33,7 @@ class Holding:
             engine,
             actor.emit,
             before_first=self._rehearse,
-            canary=LogprobCanary(canary_row(actor.spec.model, config), config.model.dtype),
+            canary=LogprobCanary(canary_row(actor.spec.model, config), config.model.dtype, config.parity.rms),
             stage=config.sync.stage,
             timeout_s=config.sync.timeout_s,
         )

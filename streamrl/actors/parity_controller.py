@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from streamrl.actors.controller import Controller
 from streamrl.runtime.messages import Start
 
@@ -13,6 +15,7 @@ class ParityController(Controller):
         await self._prepare()
         await self._assemble()
         self._started = True
+        self._last_progress = time.monotonic()
         for member in self.membership.live():
             await self._send(member, Start())
         await self._membership_changed()

@@ -31,7 +31,7 @@ from streamrl.envs.split import Split
 from streamrl.errors import WireError
 from streamrl.policy.model import load_tokenizer
 from streamrl.ports import Engine
-from streamrl.runtime.actor import Actor, State
+from streamrl.runtime.actor import Actor
 from streamrl.sharing import engine_hosts
 from streamrl.types import Lease
 
@@ -76,7 +76,8 @@ class Rollouter(Actor):
         config = self.config
         slots = config.engine.slots * (engine_hosts(config) or config.rollouts) / config.rollouts
         most = 0 if config.env.play == "attached" else math.ceil(PREFETCH * slots / config.group.size)
-        self._concurrency = Concurrency(most, self._engine.statistics)
+        recomputes = config.engine.kv == "recompute"
+        self._concurrency = Concurrency(most, self._engine.statistics, recomputes=recomputes)
         runner = self._make_runner(split)
         return Dispatch(self._producer, runner, self._desk, self._concurrency, self._deliver, self.waiting)
 
@@ -138,7 +139,5 @@ class Rollouter(Actor):
             await self._producer.fail(lease.id, str(error), "")
 
     def gauges(self) -> dict[str, float]:
-        if self.state is State.STARTING:
-            return {}
         engine = self._holding.gauges() if self._shared is None else {}
         return engine | {"engine/groups": float(self._concurrency.limit)} | self._producer.statistics()

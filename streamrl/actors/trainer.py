@@ -34,7 +34,7 @@ from streamrl.sync.gather import gather
 from streamrl.sync.manifest import plan_manifest
 from streamrl.sync.publisher import Publisher
 from streamrl.sync.slab import Slab
-from streamrl.sync_checks import choose_transport
+from streamrl.sync_checks import choose_transport, most_rejections
 from streamrl.types import RankBatch
 
 
@@ -205,7 +205,7 @@ class Trainer(Actor):
             raise ParityError(f"{found}; sync.on_mismatch=stop")
         if version == self.config.steps:
             raise ParityError(f"{found}; it was the last one of the run")
-        if self._rejections > self.config.max_lag:
+        if self._rejections > most_rejections(self.config):
             raise ParityError(
                 f"{found}; {self._rejections} in a row leave no tokens within max_lag={self.config.max_lag} to train on"
             )

@@ -19,13 +19,17 @@ class Concurrency:
     It begins at ``most``, so that engines whose KV cache holds every slot are never held back; with ``most=0`` it stays
     there. It grows by one group for as many as it allows, and one congestion counts once: after a decrease,
     preemptions are overlooked until as many groups have ended as were under way.
+
+    ``recomputes`` (``engine.kv=recompute``): engines may count as preempted what they compute anew for an update, so
+    preemptions do not count where the version changed meanwhile.
     """
 
-    def __init__(self, most: int, statistics: Callable[[], EngineStatistics]) -> None:
+    def __init__(self, most: int, statistics: Callable[[], EngineStatistics], *, recomputes: bool = False) -> None:
         self.limit = most
         """Groups that may be under way at once."""
         self._most = most
         self._statistics = statistics
+        self._recomputes = recomputes
         self._preemptions = 0
         self._version = -1
         self._overlooked = 0
@@ -36,7 +40,7 @@ class Concurrency:
     def group_ended(self, others: int) -> None:
         """Adapt to what the engine says at the end of a group, with ``others`` under way."""
         engine = self._statistics()
-        updated = engine.version != self._version  # some count what they recompute for it (engine.kv=recompute)
+        updated = self._recomputes and engine.version != self._version
         preempted = engine.preemptions > self._preemptions and not updated
         self._preemptions, self._version = engine.preemptions, engine.version  # a replaced engine counts from 0 again
         if self._overlooked:

@@ -1,8 +1,9 @@
 """One engine for many rollouters: requests come by socket, weights from this process.
 
 ``HostedEngine`` is what the weight plane drives; ``EngineServer`` is what rollouters talk to (``remote.py`` is their
-end). A request survives an update, and a connection that is lost and made anew. Whoever shares the engine is told its
-version, and whether it is paused, the moment that changes; a paused engine answers such questions as ever.
+end). A request survives an update; one whose connection is lost is asked anew by its rollouter. Whoever shares the
+engine is told its version, and whether it is paused, the moment that changes; a paused engine answers such questions as
+ever.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class EngineServer(MessageServer):
     def _hold(self, asker: Asker, work: Work) -> None:
         if asker in self._held:
             return  # it came again by a new connection
-        if len(self._held) >= HELD:
+        if max(len(self._held), self._asked.qsize()) >= HELD:  # what was withdrawn before ``open`` is in one of them
             raise StreamRLError(f"{HELD} requests wait for this engine already; lower engine.slots or rollouts")
         self._held[asker] = None
         self._asked.put_nowait((asker, work))
@@ -199,14 +200,18 @@ class EngineServer(MessageServer):
         self.answer_soon(asker, Generated(versions, generation.finish_reason, self.state()), [frame])
 
     async def _score(self, asker: Asker, rows: list[np.ndarray], temperature: float) -> None:
-        await self._engine.going.wait()  # some engines compute nothing while they are paused
         try:
             async with asyncio.TaskGroup() as tasks:
-                scoring = [tasks.create_task(self._engine.score(row.tolist(), temperature)) for row in rows]
+                scoring = [tasks.create_task(self._score_row(row.tolist(), temperature)) for row in rows]
         except* ValueError as errors:
             raise ValueError(str(errors.exceptions[0])) from None
         scores = np.concatenate([each.result() for each in scoring]).astype(np.float32)
         self.answer_soon(asker, Status("scored"), [scores.tobytes()])
+
+    async def _score_row(self, row: list[int], temperature: float) -> np.ndarray:
+        while not self._engine.going.is_set():  # some engines compute nothing while they are paused
+            await self._engine.going.wait()
+        return await self._engine.score(row, temperature)
 
     # Watchers ---------------------------------------------------------------------------------------------------------
 

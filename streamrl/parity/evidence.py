@@ -64,7 +64,12 @@ class Evidence:
 
 
 def context(evidence: Evidence, parts: tuple[str, ...], index: int) -> str:
-    """``…2+3=[5] …: engine −0.10, trainer −2.30``: token number ``index`` of the parts, counted as in ``compare``."""
+    """``…2+3=[5] …: engine −0.10, trainer −2.30``: token number ``index`` of the parts, counted as in ``compare``.
+
+    Empty for −1, where there was none to compare.
+    """
+    if index < 0:
+        return ""
     texts = evidence.report.texts
     for pair in evidence.part(*parts):
         positions = np.flatnonzero(pair.current)

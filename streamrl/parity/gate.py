@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from streamrl.errors import ParityError
+from streamrl.parity.compare import limits_of
 from streamrl.parity.evidence import Evidence, Pair
-from streamrl.parity.judge import judge, limits_of, needs_alternatives
+from streamrl.parity.judge import judge, needs_alternatives
 from streamrl.parity.records import SAMPLED, SCORED, Asked, EngineReport, Row, Semantics, TrainerReport
 from streamrl.parity.semantics import alternatives, prompt_alternatives
 from streamrl.parity.verdict import Verdict
@@ -32,15 +34,21 @@ class ParityGate:
     """``add`` each engine's report, ``ask`` the trainer once all are there, ``answer`` until there is a verdict."""
 
     def __init__(self, config: Config) -> None:
-        self._configured = Semantics.of(config.sampling)
+        self._temperature = config.sampling.temperature
+        self._rms = config.parity.rms
         self._reports: dict[str, EngineReport] = {}
         self._asked: _Question | None = None
         self._scores: dict[Key, np.ndarray] = {}
         self.verdict: Verdict | None = None
 
     def add(self, engine: str, report: EngineReport) -> None:
-        """Of two reports of one engine the newer counts, as long as the trainer was not asked."""
+        """Of two reports of one engine the newer counts, as long as the trainer was not asked.
+
+        Raises ``ParityError`` for a row whose parts do not fit each other.
+        """
         if self._asked is None:
+            for row in report.rows:
+                _check(engine, row)
             self._reports[engine] = report
 
     def ask(self, engines: Collection[str]) -> list[Asked] | None:
@@ -86,4 +94,13 @@ class ParityGate:
         for (name, index, rule), scores in self._scores.items():
             if name == engine:
                 pairs[index].trainer[rule] = scores
-        return Evidence(engine, report, pairs, limits_of(dtype, self._configured))
+        return Evidence(engine, report, pairs, limits_of(dtype, self._rms).scaled(self._temperature))
+
+
+def _check(engine: str, row: Row) -> None:
+    count, labelled = len(row.tokens) - row.start, sum(count for _, count in row.versions)
+    if len(row.logprobs) != count or (row.part != SCORED and labelled != count):
+        raise ParityError(
+            f"{engine}: {row.part}: expected a log-prob and a version for each of {count} tokens, got "
+            f"{len(row.logprobs)} log-probs and {labelled} versions: the engine's generate or score is broken"
+        )

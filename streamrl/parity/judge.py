@@ -10,20 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from streamrl.parity.compare import LIMITS, Limits, compare
+from streamrl.parity.compare import compare
 from streamrl.parity.evidence import Evidence, context
-from streamrl.parity.records import IN_FLIGHT, SAMPLED, SCORED, SHARED, EngineReport, Semantics, TrainerFacts
+from streamrl.parity.records import IN_FLIGHT, SAMPLED, SCORED, SHARED, EngineReport, TrainerFacts
 from streamrl.parity.semantics import Cause, explain_prompts, explain_sampled
 from streamrl.parity.verdict import GateVerdict, Measured, Verdict, facts_of, size, warnings_of
 
 EVERY_PART = (SCORED, SAMPLED, SHARED, IN_FLIGHT)
 BOUNDARY = 2
 """Tokens at a boundary that a wrong label explains; more of them mean wrong keys and values."""
-
-
-def limits_of(dtype: str, semantics: Semantics) -> Limits:
-    """What the gates allow between an engine and a trainer whose body computes in ``dtype``."""
-    return LIMITS[dtype].scaled(semantics.temperature)
 
 
 def needs_alternatives(evidence: Evidence) -> bool:
@@ -72,6 +67,8 @@ def _measured(parts: tuple[str, ...], every: Sequence[Evidence]) -> Measured:
 def _semantics(evidence: Evidence) -> Cause | None:
     if evidence.report.weights:
         return None  # wrong weights are the path's, and no rule explains them
+    if silent := _silent(evidence):
+        return silent
     for part, explain in ((SAMPLED, explain_sampled), (SCORED, explain_prompts)):
         pairs = evidence.part(part)
         if not evidence.differs(part):
@@ -89,6 +86,17 @@ def _semantics(evidence: Evidence) -> Cause | None:
             "the engine's log-probs of sampled tokens follow no known rule, while its prompt log-probs are right",
             "whatever in engine.args changes sampling (penalties, logit processors, speculative decoding)",
         )
+    return None
+
+
+def _silent(evidence: Evidence) -> Cause | None:
+    """A comparison of nothing must pass no gate."""
+    for part in dict.fromkeys(pair.row.part for pair in evidence.pairs) or (SCORED,):
+        if not any(len(pair.engine) for pair in evidence.part(part)):
+            return Cause(
+                f"nothing to compare: the engine answered the part {part!r} of the probe without a single token",
+                "what ends answers before their first token, in engine.args or the model's generation_config.json",
+            )
     return None
 
 
@@ -117,8 +125,8 @@ def _behind(evidence: Evidence) -> Cause | None:
     if not before or not evidence.differs(SCORED):
         return None
     old = np.concatenate([np.asarray(row) for row in before])
-    if compare(np.concatenate([pair.engine for pair in pairs]), old).rms > evidence.limits.rms:
-        return None
+    if not compare(np.concatenate([pair.engine for pair in pairs]), old).rms <= evidence.limits.rms:
+        return None  # NaN is like nothing, itself included
     return Cause(
         "the weights are one version behind: the engine scores as it did before the update",
         "the engine's load (engine.name): it must change the weights that serve",

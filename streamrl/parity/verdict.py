@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from streamrl.parity.compare import Comparison, Limits
 from streamrl.parity.evidence import Evidence
@@ -110,20 +110,16 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def summary_of(verdict: Verdict) -> dict[str, Mapping[str, object]]:
-    """What ``summary.json`` and events keep: each gate's numbers over its worst part."""
+    """What ``summary.json`` and events keep: each gate's numbers over its worst part, None for NaN and infinity."""
     found: dict[str, Mapping[str, object]] = {}
     for gate in verdict.gates:
         worst = gate.worst
-        numbers = worst.comparison
+        numbers = {name: value if math.isfinite(value) else None for name, value in asdict(worst.comparison).items()}
         found[gate.name] = {
             "passed": gate.passed,
             "verdict": gate.word.replace(" ", "_"),
             "tokens": sum(line.comparison.tokens for line in gate.measured),
-            "offset": numbers.offset,
-            "rms": numbers.rms,
-            "p999": numbers.p999,
-            "max": numbers.max,
-            "k3": numbers.k3,
+            **{name: numbers[name] for name in ("offset", "rms", "p999", "max", "k3")},
             "limit": worst.limits.rms,
             "engine": gate.engine or worst.engine,
             "cause": gate.cause.text if gate.cause else "",

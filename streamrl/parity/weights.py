@@ -48,11 +48,16 @@ class Perturbed(Mapping[str, Any]):
     def __init__(self, tensors: Mapping[str, Any], names: list[str] | None = None, scale: float = 0.25) -> None:
         self._tensors = tensors
         self._scale = scale
-        self._changed = set(tensors if names is None else names)
+        self._names = set(tensors if names is None else names)
+
+    def changes(self, name: str) -> bool:
+        """Whether this tensor is another one here: it has values, and these are no integers."""
+        tensor = self._tensors[name]
+        return name in self._names and tensor.numel() > 0 and tensor.is_floating_point()
 
     def __getitem__(self, name: str) -> Any:
         tensor = self._tensors[name]
-        if name not in self._changed or not tensor.numel() or not tensor.is_floating_point():
+        if not self.changes(name):
             return tensor
         step = self._scale * tensor.float().square().mean().sqrt().item() + 0.05
         moved = tensor.reshape(-1).roll(1)
@@ -73,7 +78,7 @@ class Ledger:
     initial: dict[str, int] = field(default_factory=dict)
     """Held before any update; empty where the engine cannot tell."""
     first: dict[str, int] = field(default_factory=dict)
-    """Held after an update in which every tensor was another."""
+    """Held after an update in which each of these tensors was another."""
     previous: dict[str, int] = field(default_factory=dict)
     """Sent with the last update before the one in question."""
     before: dict[str, int] = field(default_factory=dict)

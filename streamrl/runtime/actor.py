@@ -115,6 +115,8 @@ class Actor:
         self._started = asyncio.Event()
         self._stop = asyncio.Event()
         self._failed = False
+        self._set_up = False
+        """``setup`` has returned: gauges can be read."""
 
     # What subclasses fill in ------------------------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class Actor:
         raise WireError(f"{self.spec.name} got {type(message).__name__}, which is not for a {self.spec.kind}")
 
     def gauges(self) -> dict[str, float]:
-        """Numbers for the next heartbeat."""
+        """Numbers for the next heartbeat; asked for once ``setup`` has returned."""
         return {}
 
     # What subclasses use ----------------------------------------------------------------------------------------------
@@ -211,6 +213,7 @@ class Actor:
 
     async def _work(self) -> None:
         info = await self.setup()
+        self._set_up = True
         self.state = State.READY
         self.send(Ready(info=info))
         with self.waiting("start: the other actors"):
@@ -282,9 +285,8 @@ class Actor:
 
     def _heartbeat(self) -> Heartbeat:
         what, since = self._waits[-1] if self._waits else ("", time.monotonic())
-        return Heartbeat(
-            state=self.state.value, waiting_for=what, waiting_s=time.monotonic() - since, gauges=self.gauges()
-        )
+        gauges = self.gauges() if self._set_up else {}
+        return Heartbeat(state=self.state.value, waiting_for=what, waiting_s=time.monotonic() - since, gauges=gauges)
 
 
 def _failure(error: BaseException) -> Failed:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.parity.compare import LIMITS, compare
+from streamrl.parity.compare import compare, limits_of
 from streamrl.parity.probe import probe_of
 from streamrl.parity.weights import Ledger, digests
 from streamrl.ports import Engine, TellsDigests
@@ -32,22 +32,22 @@ def canary_row(model_folder: str, config: Config) -> list[int]:
 class LogprobCanary:
     """Holds an engine's log-probs of ``row`` at temperature 1 against the trainer's.
 
-    ``dtype`` is ``model.dtype``, which says how far they may differ.
+    ``dtype`` is ``model.dtype``, which says how far they may differ, unless ``rms`` (``parity.rms``) does.
     """
 
-    def __init__(self, row: Sequence[int], dtype: str) -> None:
+    def __init__(self, row: Sequence[int], dtype: str, rms: float = 0.0) -> None:
         self._row = row
-        self._dtype = dtype
+        self._limit = limits_of(dtype, rms).rms
+        self._setting = f"parity.rms={rms:g}" if rms else f"model.dtype={dtype}"
 
     async def judge(self, engine: Engine, scores: list[float], sent: Tensors) -> Judgement:
         own = await engine.score(self._row, 1.0)
         if len(own) != len(scores):
             return Judgement(0.0, f"canary: the engine scored {len(own)} tokens, the trainer {len(scores)}")
         rms = compare(own[1:], np.asarray(scores)[1:]).rms
-        limit = LIMITS[self._dtype].rms
-        if rms <= limit:
+        if rms <= self._limit:
             return Judgement(rms)
-        allowed = f"model.dtype={self._dtype} allows {limit:.0e}"
+        allowed = f"{self._setting} allows {self._limit:.0e}"
         reason = f"canary: engine and trainer log-probs differ by rms {rms:.2e}, {allowed}"
         return Judgement(rms, f"{reason}: {await _where(engine, sent)}")
 

@@ -109,6 +109,14 @@ class Link:
         except WeightSyncError as error:
             await self._failed(arrival.stage, error)
 
+    async def _extend(self, arrival: Arrival, message: wire.Buckets) -> None:
+        """Let further buckets come; a gap, as after a lost connection, fails the version and not this process."""
+        try:
+            arrival.extend(message)
+        except WeightSyncError as error:
+            await self._end()
+            await self._failed(arrival.stage, error)
+
     async def _failed(self, stage: wire.Stage, error: WeightSyncError) -> None:
         self._on_event("version_failed", {"version": stage.version, "reason": str(error)})
         await self.send(wire.StageFailed(session=stage.session, update=stage.update, reason=str(error)))
@@ -163,7 +171,7 @@ class Link:
                     await self._enter(message)
                 case wire.Buckets():
                     if self._arrival and same(self._arrival.stage, message):
-                        self._arrival.extend(message)
+                        await self._extend(self._arrival, message)
                 case _:
                     await handle(message)
 

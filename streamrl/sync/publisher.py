@@ -151,7 +151,7 @@ class Publisher:
         for late in list(self._running.values()):
             if late.update.members & self._rollouters:
                 self._drop(late)  # a late joiner goes straight to the new version
-        update = Update(self._next(), content.number, self._rollouters, observers, rolling=self._rolling)
+        update = Update(self._next(), content.number, self._rollouters, observers, rolling=self._rolling, writing=True)
         running = self._begin(update, content)
         try:
             await self._offer(running)
@@ -190,6 +190,7 @@ class Publisher:
             running.update.failures |= {"publisher": str(error)}
             self._follow(running, running.update.give_up())
             return
+        self._follow(running, running.update.written())
         if running.update.number in self._running and running.phase is Phase.STAGE:
             self._set_deadline(running)
 

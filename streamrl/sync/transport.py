@@ -121,6 +121,10 @@ def make_sender(name: str, arena: Arena, *, endpoint: str, folder: Path, timeout
         from streamrl.sync.transports.disk import DiskSender
 
         return DiskSender(arena.manifest, folder)
+    if name == "nixl":
+        from streamrl.sync.transports.nixl_pull import NixlSender
+
+        return NixlSender(arena)
     raise AssertionError(f"no transport is called {name!r}")
 
 
@@ -142,4 +146,8 @@ def make_receiver(name: str, address: str, manifest: Manifest, *, member: str, t
         from streamrl.sync.transports.disk import DiskReceiver
 
         return DiskReceiver(address, manifest, timeout_s=timeout_s)
+    if name == "nixl":
+        from streamrl.sync.transports.nixl_pull import NixlReceiver
+
+        return NixlReceiver(address, manifest, member=member, timeout_s=timeout_s)
     raise AssertionError(f"no transport is called {name!r}")

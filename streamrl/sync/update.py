@@ -61,7 +61,10 @@ _OVER = (Phase.DONE, Phase.ABORTED, Phase.REJECTED)
 
 
 class Update:
-    """``version`` for ``rollouters`` and ``observers``; a ``private`` one copies out of the slot (late joiner)."""
+    """``version`` for ``rollouters`` and ``observers``; a ``private`` one copies out of the slot (late joiner).
+
+    ``writing``: not all of it is there yet, so that it is not done before ``written``, also when nobody is left.
+    """
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class Update:
         *,
         private: bool = False,
         rolling: bool = False,
+        writing: bool = False,
     ) -> None:
         self.number = number
         self.version = version
@@ -84,6 +88,7 @@ class Update:
         self.failures: dict[str, str] = {}
         """Reason by member: those that are left behind, or those that the update was given up for."""
         self._rolling = rolling
+        self._writing = writing
         self._observers = set(observers)
         self._steps = dict.fromkeys((*sorted(rollouters), *sorted(self._observers)), Step.CONNECT)
         self._attempts: Counter[str] = Counter()
@@ -117,9 +122,14 @@ class Update:
         return [name for name, step in self._steps.items() if step is Step.STAGE]
 
     def begin(self, connected: Iterable[str]) -> Orders:
-        """First orders; with nobody to wait for the update is done at once."""
+        """First orders; with nobody to wait for the update is done at once, or when it is written."""
         orders = [order for name in connected for order in self.connected(name)]
         return orders + self._advance()
+
+    def written(self) -> Orders:
+        """All of the version is there."""
+        self._writing = False
+        return self._advance()
 
     def connected(self, name: str) -> Orders:
         """A member said Hello, for the first time or again: it is staged from the start, whatever it had before."""
@@ -206,7 +216,7 @@ class Update:
 
     def _advance(self) -> Orders:
         """Close the phase when nobody is behind."""
-        if self.phase in _OVER or self.waiting:
+        if self.phase in _OVER or self.waiting or self._writing:
             return []
         if self.phase is Phase.STAGE:
             self.phase = Phase.COMMIT

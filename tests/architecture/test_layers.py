@@ -25,6 +25,7 @@ LAYERS = [
     {"config"},
     {"validation"},
     {"ports", "metrics", "sharing", "objective_checks", "engine_checks", "sync_checks"},
+    {"nixl"},
     {"types", "schema", "objectives", "errors", "clock"},
     {"objective_params", "sync_schema"},
     {"__init__"},

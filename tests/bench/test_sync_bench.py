@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,8 @@ import pytest
 import torch
 
 from streamrl.bench.sync import command, steps, weights
-from streamrl.bench.sync.stage import PREFIX, Stage
+from streamrl.bench.sync.stage import Stage
 from streamrl.errors import StreamRLError
-
-
-def leftovers() -> set[Path]:
-    return {path for parent in (tempfile.gettempdir(), "/dev/shm") for path in Path(parent).glob(f"{PREFIX}*")}
 
 
 def test_models_have_the_sizes_that_they_are_named_after() -> None:
@@ -50,12 +45,13 @@ def test_hardly_any_bf16_value_moves_in_a_small_step_and_all_do_in_a_large_one(m
 
 @pytest.mark.parametrize("contender", [command.ours("shm"), command.GLOO], ids=lambda each: each.name)
 def test_every_update_is_verified_and_nothing_stays_behind(contender: Any) -> None:
-    before = leftovers()
     with Stage("0.02", 2) as stage:
+        folders = [Path(folder) for folder in stage.folders]
+        assert all(folder.is_dir() for folder in folders)
         measured = command.in_turn(stage, [contender], 1, share=1.0)
         assert all(each["seconds"] > 0 for each in measured[contender.name])
         assert len(measured[contender.name]) == command.COUNTED_UPDATES
-    assert leftovers() == before
+    assert not any(folder.exists() for folder in folders)
 
 
 def test_weights_that_did_not_arrive_are_noticed() -> None:
@@ -68,7 +64,9 @@ KILLED = """
 from streamrl.bench.sync.stage import Stage
 if __name__ == "__main__":
     with Stage("0.02", 1) as stage:
-        print(*(process.pid for process in stage._processes), flush=True)
+        print(*(process.pid for process in stage._processes))
+        for folder in stage.folders:
+            print(folder, flush=True)
         input()
 """
 
@@ -76,18 +74,19 @@ if __name__ == "__main__":
 def test_a_bench_that_is_killed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
     script = tmp_path / "bench.py"
     script.write_text(KILLED)
-    before = leftovers()
     bench = subprocess.Popen([sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert bench.stdout is not None
     pids = [int(pid) for pid in bench.stdout.readline().split()]
+    folders = [Path(bench.stdout.readline().strip()) for _ in range(2)]
     assert len(pids) == 2
+    assert all(folder.is_dir() for folder in folders)
     ends = [os.pidfd_open(pid) for pid in pids]
     bench.send_signal(signal.SIGKILL)
     bench.communicate()
     for end in ends:
         assert wait_for_end(end), "a process of the bench lives on"
         os.close(end)
-    assert leftovers() == before
+    assert not any(folder.exists() for folder in folders)
 
 
 def wait_for_end(pidfd: int) -> bool:

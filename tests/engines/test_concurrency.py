@@ -100,9 +100,18 @@ def test_preemptions_shrink_what_is_under_way_and_not_a_limit_that_was_never_rea
     assert concurrency.limit == 7
 
 
-def test_what_an_engine_computes_anew_for_an_update_is_no_preemption():
+def test_a_preemption_counts_though_every_group_ends_under_another_version():
     cache = Cache(holds=100)
     concurrency = Concurrency(10, cache.statistics)
+    concurrency.group_ended(9)
+    cache.version, cache.preemptions = 0, 1
+    concurrency.group_ended(9)
+    assert concurrency.limit == 7
+
+
+def test_what_an_engine_computes_anew_for_an_update_is_no_preemption():
+    cache = Cache(holds=100)
+    concurrency = Concurrency(10, cache.statistics, recomputes=True)
     for version in range(5):
         cache.version = version
         cache.preemptions += 40

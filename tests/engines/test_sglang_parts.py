@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,12 @@ import torch
 from conformance_model import distribution
 
 from streamrl.config import load_config
+from streamrl.engines.blueprint import Blueprint
 from streamrl.engines.sglang.arguments import arguments, bare_model, flags
+from streamrl.engines.sglang.engine import SglangEngine
 from streamrl.engines.sglang.processor import HEAD_DTYPES, PROBE, Processor, wanted
 from streamrl.engines.sglang.requests import Abilities, generation, request
+from streamrl.engines.sglang.server import SglangServer
 from streamrl.engines.sglang.weights import BUCKET_BYTES, buckets
 from streamrl.errors import ActorDied, ConfigError, DivergedError
 from streamrl.types import SamplingParams
@@ -193,8 +198,96 @@ def test_flags_follow_the_settings_and_further_arguments_pass_through(tmp_path: 
         (["engine.async_scheduling=true"], "engine.kv=recompute"),
         (["engine.data_parallel=2"], "engine.data_parallel=1"),
         (["engine.urls=[http://localhost:1]", "engine.python=/bin/true"], "engine.python.*engine.urls"),
+        (["engine.urls=[http://localhost:1,http://localhost:1/]"], "names a server twice"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_the_way_out(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=["engine=sglang", *overrides])
+
+
+class Recorded:
+    """``SglangClient`` of a server that answers every request with one token."""
+
+    url = "here"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    async def post(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
+        self.asked.append((path, body))
+        if path != "/generate":
+            return None
+        counted = {
+            "prompt_tokens": 3,
+            "cached_tokens": 0,
+            "num_retractions": 0,
+            "output_token_ids_logprobs": [[[-1.0]]],
+        }
+        one = answer([5], {"type": "length"}, [("0", 0, 1)])
+        one["meta_info"] |= counted | {"input_token_logprobs": [[None], [-1.0], [-1.0]]}
+        return one if isinstance(body["input_ids"][0], int) else [one] * len(body["input_ids"])
+
+    async def get(self, path: str) -> Any:
+        return {"loads": [{"token_usage": 0.0}]}
+
+    async def close(self) -> None:
+        pass
+
+    def generated(self) -> list[dict[str, Any]]:
+        return [body for path, body in self.asked if path == "/generate"]
+
+
+def engine_over(client: Recorded, *, caches: bool) -> SglangEngine:
+    blueprint = Blueprint({}, torch.float32, 104, None)
+    engine = SglangEngine(load_config(overrides=["engine=sglang"]), client, None, blueprint, str)  # type: ignore[arg-type]
+    engine._abilities = replace(ABLE, caches=caches)
+    return engine
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_whatever_may_read_the_prefix_cache_has_the_key_of_the_serving_weights(caches: bool) -> None:
+    client = Recorded()
+
+    async def run() -> None:
+        engine = engine_over(client, caches=caches)
+        await engine.generate([9, 10, 11], SamplingParams(max_tokens=1))
+        await engine.score([9, 10, 11])
+        await engine.score([9, 10, 11], 0.7)
+        assert [body.get("extra_key") for body in client.generated()] == [engine._salt if caches else None] * 3
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waited_for_an_update_waits_for_the_next_one_that_follows_at_once() -> None:
+    client = Recorded()
+
+    async def run() -> None:
+        engine = engine_over(client, caches=True)
+        await engine.pause()
+        task = asyncio.create_task(engine.generate([9, 10, 11], SamplingParams(max_tokens=1)))
+        await asyncio.wait([task], timeout=0.05)  # nothing to wait for: that nothing happens is the point
+        await engine.resume()
+        engine._resumed.clear()  # as ``pause`` does first
+        engine._paused = True
+        await asyncio.wait([task], timeout=0.05)
+        assert client.generated() == []
+        engine._paused = False
+        engine._resumed.set()
+        await task
+
+    asyncio.run(run())
+
+
+def test_the_servers_files_lie_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    """A script in the place of the interpreter writes down where it may put files."""
+    for name in ("model", "scratch"):
+        (tmp_path / name).mkdir()
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nprintf %s "$TMPDIR" > {tmp_path}/seen\nexit 3\n')
+    script.chmod(0o700)
+    config = load_config(overrides=["engine=sglang", f"engine.python={script}"])
+    with pytest.raises(ActorDied, match="exit code 3"):
+        asyncio.run(SglangServer.start(config, str(tmp_path / "model"), str(tmp_path / "scratch")))
+    assert Path((tmp_path / "seen").read_text()).parent == tmp_path / "scratch"
+    assert list((tmp_path / "scratch").iterdir()) == []

@@ -11,6 +11,7 @@ from shared_support import Scripted, sharing
 
 from streamrl.buffers.links.link_zmq import ClientLink
 from streamrl.buffers.wire.messages import PublishedRequest
+from streamrl.engines import serving
 from streamrl.errors import EngineLost, StreamRLError, WireError
 from streamrl.types import Generation, SamplingParams
 
@@ -208,5 +209,55 @@ def test_statistics_and_facts_are_the_engines():
             await asked
             assert (shared.statistics().preemptions, shared.statistics().version) == (3, 5)
             assert shared.facts() == engine.facts()
+
+    asyncio.run(scenario())
+
+
+def test_what_was_withdrawn_before_the_engine_has_weights_counts_until_then(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "HELD", 2)
+
+    async def scenario() -> None:
+        async with sharing(Scripted()) as shared:
+            (host,), (remote,) = shared.hosts, shared.remotes
+            heard = asyncio.Event()
+            remote.changed = heard.set
+            await host.die()
+            while remote.state is not None:
+                heard.clear()
+                await heard.wait()
+            host.begin(serve=False)
+            while remote.state is None:
+                heard.clear()
+                await heard.wait()
+            for _ in range(2):
+                asked = asyncio.create_task(remote.generate([1], PARAMS))
+                await asyncio.sleep(0)  # it is on its way
+                asked.cancel()
+                await asyncio.wait([asked])
+            with pytest.raises(StreamRLError, match="2 requests wait for this engine already"):
+                await remote.generate([1], PARAMS)
+
+    asyncio.run(scenario())
+
+
+def test_a_score_waits_for_the_end_of_a_second_update_that_follows_at_once():
+    class Strict(Scripted):
+        async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+            assert not self.paused, "some engines compute nothing then"
+            return await super().score(token_ids, temperature)
+
+    async def scenario() -> None:
+        async with sharing(Strict()) as shared:
+            await shared.pause()
+            scored = asyncio.create_task(shared.score([1, 2]))
+            with pytest.raises(ValueError, match="the prompt is empty"):  # what was sent before it has arrived
+                await shared.generate([], PARAMS)
+            await shared.resume()
+            await shared.pause()
+            with pytest.raises(ValueError, match="the prompt is empty"):
+                await shared.generate([], PARAMS)
+            assert not scored.done()
+            await shared.resume()
+            assert (await scored).tolist() == [1.0, 1.0]
 
     asyncio.run(scenario())

@@ -14,7 +14,7 @@ from streamrl.engines.embedded import EmbeddedEngine
 from streamrl.parity.gate import ParityGate
 from streamrl.parity.probe import probe_set
 from streamrl.parity.records import EngineReport
-from streamrl.parity.rehearsal import EngineProbe
+from streamrl.parity.rehearsal import AHEAD, EngineProbe
 from streamrl.parity.verdict import GateVerdict, Verdict
 from streamrl.policy.learner import Learner
 from streamrl.policy.parity import answer
@@ -56,7 +56,15 @@ class Engine(EmbeddedEngine):
     """The engine under test; subclasses plant one fault each."""
 
     def __init__(self, model: PreTrainedModel, **options: Any) -> None:
-        super().__init__(model, slots=32, max_length=160, **options)
+        super().__init__(model, max_length=160, **{"slots": 32, **options})
+
+    def _turn(self) -> bool:
+        """Stands still once nothing runs but what the update is to overtake: its end must not come first."""
+        running = [request for request in self._core._table.requests if request is not None]
+        if self.version < 0 and running and all(request.params.max_tokens > AHEAD for request in running):
+            with self._condition:
+                self._condition.wait_for(lambda: self._inbox or self._closing)
+        return super()._turn()
 
     async def sampled_as(self, prompt: Sequence[int], params: SamplingParams, **changed: Any) -> Generation:
         return await super().generate(prompt, replace(params, **changed))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from streamrl.parity.compare import LIMITS, Comparison, Limits, compare
+from streamrl.parity.compare import ENOUGH, LIMITS, Comparison, Limits, compare, limits_of
 
 
 def test_each_number_of_a_comparison_follows_from_its_definition() -> None:
@@ -31,7 +31,8 @@ def test_k3_is_half_the_squared_rms_while_differences_are_small() -> None:
 def test_a_value_that_is_not_finite_is_over_every_limit_and_is_the_worst(broken: float) -> None:
     found = compare(np.array([-1.0, broken, -9.0]), np.array([-1.0, broken, -1.0]))
     assert found.worst == 1
-    assert len(found.exceeded(Limits(1e9, 1e9, 1e9, 1e9))) == 4
+    said = found.exceeded(Limits(1e9, 1e9, 1e9, 1e9))
+    assert [line.split()[0] for line in said] == ["rms", "max", "k3"]
 
 
 def test_no_token_at_all_is_no_difference() -> None:
@@ -50,6 +51,20 @@ def test_what_is_over_its_limit_is_named_with_both_numbers() -> None:
         "rms 3.1e-02 > 1e-02",
         "max 2.0e-01 > 1e-01",
     ]
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(ENOUGH - 1, []), (ENOUGH, ["p999 3.0e-01 > 2e-01"])])
+def test_of_few_tokens_the_largest_difference_is_not_held_against_the_limit_of_the_many(
+    tokens: int, said: list[str]
+) -> None:
+    found = Comparison(tokens=tokens, offset=0.0, rms=0.03, p999=0.3, max=0.3, k3=5e-4, worst=0)
+    assert found.exceeded(LIMITS["bfloat16"]) == said
+
+
+def test_a_run_can_say_how_far_its_engines_may_be_off() -> None:
+    assert limits_of("float32") == LIMITS["float32"]
+    found = limits_of("float32", rms=2e-3)
+    assert [found.rms, found.p999, found.max, found.k3] == pytest.approx([2e-3, 1e-2, 2e-2, 4e-5])
 
 
 def test_limits_grow_as_noise_does_when_logits_are_divided_by_a_small_temperature() -> None:

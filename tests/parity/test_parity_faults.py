@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 import torch
 from parity_support import Engine, Trainer, build, examine, failed_gate, gate_of, settings
 
-from streamrl.errors import DeadlineExceeded
+from streamrl.errors import ParityError
 from streamrl.parity.probe import probe_set
+from streamrl.parity.verdict import summary_of
 from streamrl.ports import EngineFacts
 from streamrl.types import Generation, SamplingParams
 
@@ -32,6 +34,13 @@ def test_an_engine_without_a_fault_passes_every_gate(kv: str, tied: bool, sampli
     assert verdict.warnings == []
     assert all(line.comparison.tokens > 50 for gate in verdict.gates for line in gate.measured)
     assert all(line.comparison.rms < 1e-5 for gate in verdict.gates for line in gate.measured)
+
+
+def test_a_tensor_without_elements_is_not_taken_for_one_that_is_never_loaded() -> None:
+    models = [build(seed=seed) for seed in (0, 1)]
+    for model in models:
+        model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0)))
+    assert examine(Engine(models[1]), Trainer(settings(), models[0])).passed
 
 
 # Semantics ------------------------------------------------------------------------------------------------------------
@@ -91,6 +100,14 @@ class DoesNotRenormalise(Engine):
         return replace(answer, logprobs=scores[len(prompt_ids) :])
 
 
+class EndsAtOnce(Engine):
+    """As an engine that stops at the end token of a checkpoint, and does not count it."""
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
+        answer = await super().generate(prompt_ids, params)
+        return replace(answer, token_ids=answer.token_ids[:0], logprobs=answer.logprobs[:0], versions=[])
+
+
 class AddsAPenalty(Engine):
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         return await self.sampled_as(prompt_ids, params, frequency_penalty=0.5)
@@ -133,6 +150,8 @@ class DeafToTruncation(Trainer):
          "truncated sampling not replayed by the trainer: every log-prob of the engine lies above the trainer's"),
         (ScoresAtOne, Trainer, {"temperature": 0.6},
          "prompt log-probs at another temperature: asked for 0.6, got 1"),
+        (EndsAtOnce, Trainer, {},
+         "nothing to compare: the engine answered the part 'in flight' of the probe without a single token"),
         (AddsAPenalty, Trainer, {},
          "the engine's log-probs of sampled tokens follow no known rule, while its prompt log-probs are right"),
     ],
@@ -303,7 +322,46 @@ def test_wrong_weights_of_an_engine_that_cannot_tell_its_tensors_fail_all_the_sa
     assert cause.startswith("engine and trainer differ by more than rounding")
 
 
+def test_requests_that_end_before_the_update_are_told_of_and_hold_nothing_up() -> None:
+    config = settings()
+    config.model.max_length = 12  # room for 3 tokens, and the request that tells takes 4
+    verdict = examine(Engine(build(seed=1)), Trainer(config, build()))
+    assert verdict.passed
+    assert verdict.warnings == ["rollouter-0: in flight: not checked, the requests ended before the update"]
+
+
+@pytest.mark.parametrize(("slots", "rows"), [(3, 2), (1, 0)])
+def test_no_more_requests_are_left_in_flight_than_slots_hold_beside_the_one_that_tells(slots: int, rows: int) -> None:
+    config = settings()
+    config.engine.slots = slots
+    engine = Engine(build(seed=1), slots=slots)
+    verdict = examine(engine, Trainer(config, build()))
+    assert verdict.passed
+    assert verdict.warnings == (
+        [] if rows else ["rollouter-0: in flight: not checked, which needs engine.slots=2 or more"]
+    )
+    (in_flight,) = [line for line in gate_of(verdict, "path").measured if line.what == "in flight"]
+    assert (in_flight.comparison.tokens > 0) == (rows > 0)
+
+
 # Numerics -------------------------------------------------------------------------------------------------------------
+
+
+class Overflows(Engine):
+    """Prompt log-probs that are no numbers, before the update and after it."""
+
+    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+        scores = await super().score(token_ids, temperature)
+        scores[-1] = np.nan
+        return scores
+
+
+def test_log_probs_that_are_no_numbers_fail_and_are_not_taken_for_those_of_before_the_update() -> None:
+    verdict = examine(CannotTell(Overflows(build())), Trainer(settings(), build()))
+    name, cause = failed_gate(verdict)
+    assert name == "numerics"
+    assert cause.startswith("engine and trainer differ by more than rounding: rms nan")
+    assert json.loads(json.dumps(summary_of(verdict), allow_nan=False))["numerics"]["rms"] is None
 
 
 class ClaimsFullHead(Engine):
@@ -374,8 +432,9 @@ def test_an_engine_that_never_answers_ends_the_rehearsal_with_a_name() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         examine(NeverAnswers(build()), Trainer(config, build()))
     (error,) = caught.value.exceptions
-    assert isinstance(error, DeadlineExceeded)
-    assert str(error) == "the engine took over 0.05 s to rehearse the first update; raise sync.timeout_s"
+    assert isinstance(error, ParityError), "a fresh process would be no faster"
+    # Before the publisher gives the engine up, which would leave no reason behind.
+    assert str(error) == "the engine took over 0.04 s to rehearse the first weight update; raise sync.timeout_s"
 
 
 def test_the_probe_is_the_same_in_every_process_and_fits_the_model() -> None:

@@ -45,8 +45,8 @@ from streamrl.config import load_config
 from streamrl.engines.sglang.engine import SglangEngine
 
 async def main():
-    config = load_config(overrides=sys.argv[2:])
-    engine = await SglangEngine.start(config, sys.argv[1])
+    config = load_config(overrides=sys.argv[3:])
+    engine = await SglangEngine.start(config, sys.argv[1], scratch=sys.argv[2])
     print(engine.server.pid, flush=True)
     await asyncio.Event().wait()
 
@@ -55,7 +55,8 @@ asyncio.run(main())
 
 
 def test_nothing_is_left_of_a_server_whose_owner_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
+    for name in ("model", "scratch", "other"):
+        (tmp_path / name).mkdir()
     model = build_model(tmp_path / "model")
     overrides = [
         "engine=sglang",
@@ -65,8 +66,8 @@ def test_nothing_is_left_of_a_server_whose_owner_is_killed(tmp_path: Path) -> No
         PATIENT,
     ]
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(model.folder), *overrides],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)},
+        [sys.executable, "-c", OWNER, str(model.folder), str(tmp_path / "scratch"), *overrides],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path / "other")},
     )  # fmt: skip
     try:
         assert owner.stdout is not None
@@ -84,6 +85,9 @@ def test_nothing_is_left_of_a_server_whose_owner_is_killed(tmp_path: Path) -> No
     assert shared
     assert [line for line in shared if not line.endswith("(deleted)")] == []
     assert [path for path in tmp_path.rglob("*") if path.is_socket()] == []
+    assert list((tmp_path / "other").iterdir()) == [], (
+        "what is left lies in the run's own folder, which the run removes"
+    )
 
 
 class Running:
@@ -179,6 +183,9 @@ def test_an_equal_beginning_is_reused_within_a_version_and_never_across_an_updat
                 assert engine.statistics().prefilled_tokens - once < len(prompt) // 2
                 running.check(which, prompt, GREEDY, first)
                 running.check(which, prompt, GREEDY, again)
+                for temperature in (1.0, 0.7):
+                    score = await engine.score(prompt, temperature)
+                    np.testing.assert_allclose(score, running.model.score(which, prompt, temperature), atol=1e-4)
             assert engine.facts().prefix_caching
 
     running.run(run())

@@ -41,6 +41,7 @@ def server(model: ConformanceModel) -> Iterator[SglangServer]:
         "engine.slots=16",
         f"model.max_length={LENGTH}",
         "sampling.max_tokens=8",
+        "liveness.start_timeout_s=300",  # a busy machine needs minutes for what takes 25 s on an idle one
     ]
     server = runner.run(SglangServer.start(load_config(overrides=settings), str(model.folder)))
     yield server

@@ -59,15 +59,16 @@ class Ring:
             matching = (e for e in self.events() if e["event"] == event and actor in (None, e["actor"]))
             return next(matching, None)
 
-        return self._until(find, f"event {event} of {actor}")
+        return self.wait_until(find, f"event {event} of {actor}")
 
     def wait_for_step(self, step: int) -> None:
-        self._until(lambda: len(self.metrics()) >= step or None, f"step {step}")
+        self.wait_until(lambda: len(self.metrics()) >= step or None, f"step {step}")
 
     def wait_for_path(self, folder: Path, pattern: str) -> None:
-        self._until(lambda: next(folder.glob(pattern), None), f"{pattern} in {folder}")
+        self.wait_until(lambda: next(folder.glob(pattern), None), f"{pattern} in {folder}")
 
-    def _until(self, find: Any, what: str) -> Any:
+    def wait_until(self, find: Any, what: str) -> Any:
+        """What ``find`` gives once that is not None; fails when the run ends without it."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
             if (found := find()) is not None:

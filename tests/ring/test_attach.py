@@ -36,7 +36,7 @@ class Attached:
         return self._output.read_text()
 
     def wait_for(self, text: str, times: int = 1) -> None:
-        self._ring._until(
+        self._ring.wait_until(
             lambda: self.output.count(text) >= times or None, f"{text!r}, {times} times, in {self.output}"
         )
 

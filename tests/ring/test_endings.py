@@ -90,7 +90,7 @@ def test_an_interrupt_during_the_warm_up_leaves_no_half_built_model(
 
 
 def test_a_rollouter_that_hangs_is_killed_and_replaced(launch: Any):
-    ring = launch(*LONG, "liveness.actor_timeout_s=2")
+    ring = launch(*LONG, "liveness.actor_timeout_s=6")
     ring.wait_for_step(2)
     os.kill(ring.wait_for("actor_ready", "rollouter-0")["pid"], signal.SIGSTOP)
     ring.wait_for("actor_silent", "rollouter-0")

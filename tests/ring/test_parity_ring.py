@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 SHARP = ("model.args.initializer_range=0.3", "sampling.temperature=0.7")
 """An untrained policy whose distributions are far from flat."""
@@ -36,6 +39,28 @@ def test_parity_warn_trains_all_the_same_and_flags_every_line(launch: Any) -> No
     assert [line["parity/failed_gates"] for line in ring.metrics()] == [1, 1]
     assert "parity gates failed: 1" in ring.output
     assert not ring.summary()["parity"]["semantics"]["passed"]
+
+
+@pytest.mark.parametrize("rollouts", ["1", "2"])
+def test_the_gate_waits_for_the_successor_of_an_engine_that_dies_in_its_rehearsal(
+    launch: Any, tmp_path: Path, rollouts: str
+) -> None:
+    grave = tmp_path / "grave"
+    ring = launch("--steps", "2", "--rollouts", rollouts, *SHARP, "env=faulty_envs:DiesOnce", f"env.args.grave={grave}")
+    assert ring.wait() == 0, ring.output + ring.logs()
+    assert grave.exists()
+    order = [event["event"] for event in ring.events()]
+    assert order.index("actor_restarted") < order.index("gate_passed")
+    assert f"parity of {rollouts} engine" in ring.output
+    assert [line["parity/failed_gates"] for line in ring.metrics()] == [0, 0]
+
+
+def test_an_engine_that_never_answers_ends_the_launch_with_exit_code_3_and_the_setting(launch: Any) -> None:
+    ring = launch("--steps", "2", *SHARP, "env=faulty_envs:Broken", "env.args.fault=deaf", "sync.timeout_s=10")
+    assert ring.wait() == 3, ring.output + ring.logs()
+    assert "the engine took over 8 s to rehearse the first weight update; raise sync.timeout_s" in ring.output
+    assert [event for event in ring.events() if event["event"] == "actor_restarted"] == []
+    assert ring.metrics() == []
 
 
 def test_a_healthy_run_says_so_in_one_line(launch: Any) -> None:

@@ -36,19 +36,27 @@ def test_four_rollouters_share_two_engines_that_pass_the_gate_and_take_every_ver
     assert lines[-1]["engine/groups"] == 4 * 3  # ⌈1.25 × 2 engines × 16 slots / (4 rollouters × groups of 4)⌉
 
 
-def test_a_killed_engine_is_replaced_and_the_run_completes_with_nothing_lost(launch: Any):
-    ring = launch("--steps", "40", *SHARED)
+def commits(ring: Any, actor: str, after: str) -> list[int]:
+    """Versions that ``actor`` committed since its first event ``after``."""
+    own = [event for event in ring.events() if event["actor"] == actor]
+    names = [event["event"] for event in own]
+    since = names.index(after) if after in names else len(own)
+    return [event["version"] for event in own[since:] if event["event"] == "version_committed"]
+
+
+def test_a_killed_engine_is_replaced_takes_versions_again_and_nothing_is_lost(launch: Any):
+    """The run goes on with the other one for as long as the replacement takes, so it has no last step."""
+    ring = launch("--steps", "100000", *SHARED)
     ring.wait_for_step(3)
     os.kill(ring.wait_for("actor_ready", "engine-0")["pid"], signal.SIGKILL)
-    assert ring.wait() == 0, ring.output + ring.logs()
+    ring.wait_until(lambda: len(commits(ring, "engine-0", "actor_restarted")) >= 3 or None, "three further versions")
+    ring.process.send_signal(signal.SIGINT)
+    assert ring.wait() == 130, ring.output + ring.logs()
     summary = ring.summary()
-    assert (summary["status"], summary["steps"], summary["restarts"]) == ("completed", 40, 1)
-    assert (summary["groups"]["lost"], summary["groups"]["duplicates_trained"]) == (0, 0)
-    events = ring.events()
-    assert [event["actor"] for event in events if event["event"] == "actor_restarted"] == ["engine-0"]
-    back = next(index for index, event in enumerate(events) if event["event"] == "actor_restarted")
-    later = [e["version"] for e in events[back:] if (e["event"], e["actor"]) == ("version_committed", "engine-0")]
-    assert later[-1] == 40
+    assert (summary["groups"]["lost"], summary["groups"]["duplicates_trained"], summary["restarts"]) == (0, 0, 1)
+    versions = commits(ring, "engine-0", "actor_restarted")
+    assert versions == sorted(set(versions))
+    assert versions[0] > 0, "it begins with the newest weights"
 
 
 def test_a_killed_only_engine_holds_requests_back_until_its_successor_has_weights(launch: Any):
@@ -77,7 +85,7 @@ def test_a_killed_rollouter_leaves_the_engine_to_the_others(launch: Any):
         (["rollouters_per_engine=2"], "rollouters_per_engine=2 is more than rollouts=1"),
         (
             ["engine.urls=[http://127.0.0.1:1]"],
-            "engine.urls is for running servers of sglang, got engine.name=embedded",
+            "engine.urls is for running servers of vllm and sglang, got engine.name=embedded",
         ),
         (["engine=sglang", "engine.urls=[127.0.0.1:1]"], "expected http://HOST:PORT, got '127.0.0.1:1'"),
     ],
@@ -89,11 +97,12 @@ def test_shares_and_servers_that_cannot_be_are_refused(launch: Any, arguments: l
 
 
 def test_an_engine_that_says_nothing_any_more_is_killed_and_replaced(launch: Any):
-    ring = launch("--steps", "30", *SHARED, "liveness.actor_timeout_s=6")
+    ring = launch("--steps", "30", *SHARED, "liveness.actor_timeout_s=10")
     ring.wait_for_step(3)
     os.kill(ring.wait_for("actor_ready", "engine-1")["pid"], signal.SIGSTOP)
     assert ring.wait() == 0, ring.output + ring.logs()
     summary = ring.summary()
-    assert (summary["status"], summary["restarts"]) == ("completed", 1)
+    assert summary["status"] == "completed"
     assert (summary["groups"]["lost"], summary["groups"]["duplicates_trained"]) == (0, 0)
-    assert "actor_silent" in {event["event"] for event in ring.events() if event["actor"] == "engine-1"}
+    told = {event["event"] for event in ring.events() if event["actor"] == "engine-1"}
+    assert {"actor_silent", "actor_restarted"} <= told

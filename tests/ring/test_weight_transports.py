@@ -31,3 +31,11 @@ def test_a_run_over_disk_leaves_its_last_versions_as_safetensors(launch: Any):
     assert sorted(path.name for path in folder.iterdir()) == ["version-2", "version-3"]
     with safe_open(folder / "version-3" / "model.safetensors", framework="pt") as file:
         assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118 no mapping
+
+
+def test_a_run_over_one_sided_reads_completes(launch: Any):
+    pytest.importorskip("nixl", reason="sync.transport=nixl needs the nixl package: pip install 'streamrl[nixl]'")
+    ring = launch("--steps", "3", "--rollouts", "2", "sync.transport=nixl", "sync.bucket_bytes=20000")
+    assert ring.wait() == 0, ring.output + ring.logs()
+    assert [line["sync/rollouters"] for line in ring.metrics()] == [2, 2, 2]
+    assert not [event for event in ring.events() if event["event"] in ("version_failed", "version_refused")]

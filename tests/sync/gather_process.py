@@ -1,6 +1,6 @@
 """One rank of a gather, as a process of its own: ``python gather_process.py RANK RANKS STORE OUT``.
 
-Rank 0 writes the digest of what it gathered, and the largest piece that a rank sent, to OUT.
+Rank 0 writes the bytes that it gathered, and the order in which buckets became complete, to OUT.
 """
 
 from __future__ import annotations

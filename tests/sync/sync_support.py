@@ -26,6 +26,7 @@ from streamrl.sync.publisher import Publisher
 from streamrl.sync.slab import Slab
 from streamrl.sync.staging import digest_of
 from streamrl.sync.subscriber import Subscriber
+from streamrl.sync.update import Step
 
 torch.set_num_threads(1)
 
@@ -112,7 +113,7 @@ class Events:
         return [fields for name, fields in self.seen if name == event]
 
     async def wait(self, event: str, **fields: Any) -> dict[str, Any]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for got in self.named(event):
                     if fields.items() <= got.items():
@@ -158,7 +159,7 @@ class Ring:
 
             def slow_copy(index: int, out: memoryview) -> None:
                 loop.call_soon_threadsafe(reading.set)
-                assert read_on.wait(10)
+                assert read_on.wait(60)
                 copy(index, out)
 
             arrival._copy = slow_copy  # type: ignore[method-assign]
@@ -177,6 +178,21 @@ class Ring:
             return arrival
 
         link._expect = expecting  # type: ignore[method-assign]
+
+    async def expire(self, behind: dict[str, Step]) -> None:
+        """Let the deadline of the update under way pass, once it is set and nobody but ``behind`` is waited for."""
+        async with asyncio.timeout(60):
+            while (timer := self._deadline(behind)) is None:  # noqa: ASYNC110 the state has no event
+                await asyncio.sleep(0)
+        act, arguments = timer._callback, timer._args  # type: ignore[attr-defined]
+        timer.cancel()
+        act(*arguments)
+
+    def _deadline(self, behind: dict[str, Step]) -> asyncio.TimerHandle | None:
+        for running in self.publisher._running.values():
+            if running.update.waiting == behind and running.timer is not None and not running.timer.cancelled():
+                return running.timer
+        return None
 
     async def leave(self, name: str) -> None:
         task = self.tasks.pop(name)

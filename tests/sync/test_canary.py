@@ -68,6 +68,18 @@ def test_an_engine_that_agrees_commits_and_says_by_how_much() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("rms", "said"), [(0.0, "model.dtype=float32 allows 1e-04"), (0.3, "")])
+def test_a_run_can_say_how_far_its_engines_may_be_off(rms: float, said: str) -> None:
+    class Near(FakeEngine):
+        async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+            return np.array([0.0, -1.0, -1.0, -1.0])
+
+    judgement = asyncio.run(LogprobCanary(ROW, "float32", rms).judge(Near(), [0.0, -1.2, -1.2, -1.2], {}))
+    assert judgement.rms == pytest.approx(0.2)
+    assert said in judgement.reason
+    assert bool(judgement.reason) == bool(said)
+
+
 @pytest.mark.parametrize("rolling", [False, True], ids=["together", "rolling"])
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_a_version_that_one_engine_loads_wrongly_is_taken_back_everywhere(transport: str, rolling: bool) -> None:

@@ -27,6 +27,7 @@ from streamrl.sync import messages as wire
 from streamrl.sync.arena import Arena
 from streamrl.sync.arrival import Arrival
 from streamrl.sync.subscriber import Subscriber
+from streamrl.sync.update import Step
 
 
 async def publish_0(it: Ring, *names: str) -> list[FakeEngine]:
@@ -196,14 +197,17 @@ def test_a_member_taken_out_in_mid_commit_is_brought_back_if_the_version_is_give
 
 def test_a_member_that_never_connects_is_reported_and_then_named_by_the_error() -> None:
     async def scenario() -> None:
-        async with ring(timeout_s=0.5) as it:
+        async with ring() as it:
             engine = it.join("rollouter-0")
             it.publisher.set_members({"rollouter-0", "rollouter-8", "rollouter-9"}, set())
             it.write(0, small_model(0))
+            publish = asyncio.create_task(it.publisher.publish(0))
+            for _ in range(2):
+                await it.expire({"rollouter-8": Step.CONNECT, "rollouter-9": Step.CONNECT})
             with pytest.raises(WeightSyncError) as raised:
-                await it.publisher.publish(0)
-            assert "rollouter-8: no answer within 1 s (connect)" in str(raised.value)
-            assert "rollouter-9: no answer within 1 s (connect)" in str(raised.value)
+                await publish
+            assert "rollouter-8: no answer within 20 s (connect)" in str(raised.value)
+            assert "rollouter-9: no answer within 20 s (connect)" in str(raised.value)
             assert "rollouter-0" not in str(raised.value)
             assert it.unresponsive == [("rollouter-8", "connect"), ("rollouter-9", "connect")]
             timeouts = [(fields["member"], fields["last"]) for fields in it.events.named("sync_timeout")]
@@ -228,7 +232,7 @@ def test_taking_out_an_unresponsive_member_lets_the_update_go_on() -> None:
 
 def test_the_commit_has_its_own_deadline_after_a_member_was_taken_out_at_that_of_the_stage() -> None:
     async def scenario() -> None:
-        async with ring(timeout_s=0.5) as it:
+        async with ring() as it:
             engine = it.join("rollouter-0")
             loading, release = engine.hold_load()
 
@@ -240,8 +244,9 @@ def test_the_commit_has_its_own_deadline_after_a_member_was_taken_out_at_that_of
             it.publisher.set_members({"rollouter-0", "rollouter-9"}, set())
             it.write(0, small_model(0))
             publish = asyncio.create_task(it.publisher.publish(0))
+            await it.expire({"rollouter-9": Step.CONNECT})
             await loading.wait()
-            await it.events.wait("sync_timeout", member="rollouter-0", phase="commit")
+            await it.expire({"rollouter-0": Step.COMMIT})
             release.set()
             assert (await publish).rollouters == 1
             assert it.unresponsive == [("rollouter-9", "connect"), ("rollouter-0", "commit")]
@@ -251,7 +256,7 @@ def test_the_commit_has_its_own_deadline_after_a_member_was_taken_out_at_that_of
 
 def test_a_commit_that_is_not_answered_is_named_and_the_version_serves_elsewhere() -> None:
     async def scenario() -> None:
-        async with ring(timeout_s=0.5) as it:
+        async with ring() as it:
             good, stuck = it.join("rollouter-0"), it.join("rollouter-1")
 
             async def hang(version: int) -> None:
@@ -260,8 +265,11 @@ def test_a_commit_that_is_not_answered_is_named_and_the_version_serves_elsewhere
             stuck.before_load = hang
             it.publisher.set_members({"rollouter-0", "rollouter-1"}, set())
             it.write(0, small_model(0))
-            with pytest.raises(WeightSyncError, match="serves, but not everywhere: rollouter-1: .* 1 s .commit"):
-                await it.publisher.publish(0)
+            publish = asyncio.create_task(it.publisher.publish(0))
+            for _ in range(2):
+                await it.expire({"rollouter-1": Step.COMMIT})
+            with pytest.raises(WeightSyncError, match="serves, but not everywhere: rollouter-1: .* 20 s .commit"):
+                await publish
             assert it.unresponsive == [("rollouter-1", "commit")]
             assert it.publisher.current_version == 0
             assert equal(good.weights, weights(small_model(0)))
@@ -347,7 +355,7 @@ def say_hello(endpoint: str, incarnation: int) -> zmq.asyncio.Socket:
 
 def test_a_member_that_is_gone_is_waited_for_to_connect_and_not_to_stage() -> None:
     async def scenario() -> None:
-        async with ring(timeout_s=0.5) as it:
+        async with ring() as it:
             member = say_hello(it.endpoint, 5)
             assert isinstance(wire.decode_to_subscriber(await member.recv()), wire.Welcome)
             member.close()
@@ -360,7 +368,7 @@ def test_a_member_that_is_gone_is_waited_for_to_connect_and_not_to_stage() -> No
             assert not it.publisher._running  # nobody there to be brought to version 0
             it.write(1, small_model(1))
             publish = asyncio.create_task(it.publisher.publish(1))
-            await it.events.wait("sync_timeout", member="rollouter-0")
+            await it.expire({"rollouter-0": Step.CONNECT})
             assert it.unresponsive == [("rollouter-0", "connect")]
             engine = it.join("rollouter-0")
             assert (await publish).rollouters == 1
@@ -508,3 +516,33 @@ def test_a_subscriber_answers_what_is_asked_again_without_doing_it_again() -> No
 
     with socket_folder() as endpoint:
         asyncio.run(scenario(endpoint))
+
+
+def test_buckets_that_were_never_announced_fail_the_attempt_and_not_the_process() -> None:
+    async def scenario(endpoint: str) -> None:
+        model, engine = small_model(1), FakeEngine()
+        arena = Arena(manifest_of(model))
+        entries = fill(arena, 0, 0, model.named_parameters())
+        publisher = BarePublisher(endpoint)
+        task = asyncio.create_task(Subscriber(endpoint, "rollouter-0", engine, Events()).run())
+        try:
+            assert isinstance(await publisher.receive(), wire.Hello)
+            welcome = wire.Welcome(session="s", transport="shm", address=arena.path, manifest=arena.manifest)
+            stage = wire.Stage(
+                session="s", update=3, version=0, slot=0, attempt=0, private=False, base=-1, buckets=entries[:1]
+            )
+            for message in (welcome, stage):
+                await publisher.socket.send_multipart([publisher.peer, wire.encode(message)])
+            failed = await publisher.ask(wire.Buckets(session="s", update=3, first=2, buckets=entries[2:]))
+            assert isinstance(failed, wire.StageFailed)
+            assert failed.reason == "buckets 1 to 1 were never announced"
+            again = msgspec.structs.replace(stage, attempt=1, buckets=entries)
+            assert await publisher.ask(again) == wire.Staged(session="s", update=3)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            publisher.socket.close()
+            arena.close()
+
+    with socket_folder() as endpoint:
+        asyncio.run(asyncio.wait_for(scenario(endpoint), 60))

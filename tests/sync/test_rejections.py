@@ -40,6 +40,21 @@ def test_rollback_without_lag_is_refused() -> None:
         load_config("base", ["sync.on_mismatch=rollback", "max_lag=0"])
 
 
+def test_groups_that_are_trained_twice_leave_room_for_one_rejection_less() -> None:
+    twice = ("sync.on_mismatch=rollback", "buffer.epochs_per_group=2")
+    it = trainer(*twice, "max_lag=2")
+    it._account(1, REASON)
+    with pytest.raises(ParityError, match="2 in a row"):
+        it._account(2, REASON)
+    with pytest.raises(ConfigError, match=r"max_lag=1 and buffer.epochs_per_group=2: .*set max_lag=2"):
+        load_config("base", [*twice, "max_lag=1"])
+
+
+def test_rollback_under_steering_which_may_grant_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"staleness.target_ess=0.5: .*set staleness.target_ess=0, or sync"):
+        load_config("base", ["sync.on_mismatch=rollback", "max_lag=2", "staleness.target_ess=0.5"])
+
+
 @pytest.mark.parametrize(("every", "judged"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (0, [])])
 def test_the_canary_is_scored_every_so_many_versions_and_never_under_the_first(every: int, judged: list[int]) -> None:
     it = trainer(f"sync.canary_every={every}")

@@ -324,7 +324,7 @@ def test_an_observer_gets_private_copies_of_the_observed_versions_only() -> None
 
 def test_an_observer_that_is_behind_skips_nothing_and_holds_the_publisher_back() -> None:
     async def scenario() -> None:
-        async with ring(timeout_s=0.5) as it:
+        async with ring(timeout_s=3.0) as it:
             updates = it.observe("evaluator").updates()
             it.publisher.set_members(set(), {"evaluator"})
             for version in range(PENDING_VERSIONS):

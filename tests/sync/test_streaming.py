@@ -150,6 +150,43 @@ def test_a_version_whose_writing_fails_is_given_up_and_the_next_one_arrives() ->
     asyncio.run(scenario())
 
 
+def test_a_version_whose_last_member_dies_while_it_is_written_has_the_digest_of_all_its_weights() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            engine = it.join("rollouter-0")
+            it.publisher.set_members({"rollouter-0"}, set())
+            it.write(0, small_model(0))
+            await it.publisher.publish(0)
+            content = it.publisher.open(1)
+            publish = asyncio.create_task(it.publisher.publish(1))
+            with content:
+                await it.leave("rollouter-0")
+                it.publisher.set_members(set(), set())
+                assert it.publisher.current_version == 0
+                content.put(small_model(0).named_parameters())
+            assert (await publish).rollouters == 0
+            assert it.publisher.current_version == 1
+            first, second = (fields["weights"] for fields in it.events.named("version_committed"))
+            assert second == first
+            assert engine.version == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_cannot_be_written_is_given_up_when_nobody_is_there_either() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            content = it.publisher.open(0)
+            publish = asyncio.create_task(it.publisher.publish(0))
+            with pytest.raises(WeightSyncError, match="version 0 lacks"), content:
+                content.put({"scale": weights(small_model(0))["scale"]})
+            with pytest.raises(WeightSyncError, match="version 0 was given up, .*could not be written"):
+                await publish
+            assert not it.publisher._running
+
+    asyncio.run(scenario())
+
+
 def test_a_delta_carries_only_what_changed() -> None:
     async def scenario() -> None:
         model = torch.nn.Linear(256, 64)

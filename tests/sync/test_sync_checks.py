@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from streamrl.config import load_config
@@ -23,7 +25,7 @@ def test_a_transport_that_is_named_is_taken() -> None:
     assert choose_transport(load_config("base", ["sync.transport=disk"])) == ("disk", "sync.transport names it")
 
 
-@pytest.mark.parametrize("transport", ["auto", "shm", "disk"])
+@pytest.mark.parametrize("transport", ["auto", "shm", "disk", "nixl"])
 def test_deltas_are_refused_where_whole_tensors_lie_or_nothing_travels(transport: str) -> None:
     with pytest.raises(ConfigError, match=r"sync.encoding=delta .*; set sync.encoding=full, or sync.transport=zmq"):
         load_config("base", [f"sync.transport={transport}", "sync.encoding=delta"])
@@ -36,6 +38,14 @@ def test_deltas_go_with_what_carries_bytes(transport: str) -> None:
 
 def test_a_transport_that_is_not_there_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="sync.transport=carrier-pigeon: expected one of auto, shm, zmq, collective, disk"
+        ConfigError, match="sync.transport=carrier-pigeon: expected one of auto, shm, zmq, collective, disk, nixl"
     ):
         load_config("base", ["sync.transport=carrier-pigeon"])
+
+
+def test_nixl_without_its_package_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(
+        ConfigError, match=r"sync\.transport=nixl needs the nixl package: pip install 'streamrl\[nixl\]'"
+    ):
+        load_config("base", ["sync.transport=nixl"])

@@ -39,7 +39,13 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group comes together on a slow machine too, so that nobody pulls for want of time."""
+    monkeypatch.setattr(collective, "PATIENCE_S", 60.0)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
     """An operation that waits in vain ends after this, in the processes that are not spawned."""
     monkeypatch.setattr(collective, "PATIENCE_S", 3.0)
 
@@ -94,8 +100,9 @@ def test_a_process_that_came_back_under_its_name_is_another_member(folder: Path)
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_when_a_member_leaves_in_mid_version_the_others_pull_the_rest_and_the_next_version_is_broadcast(
-    folder: Path,
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = mixed()
 
@@ -115,12 +122,14 @@ def test_when_a_member_leaves_in_mid_version_the_others_pull_the_rest_and_the_ne
                 for index in range(1, len(manifest.buckets)):
                     await stays.fetch(bucket_id(1, 1, index), bucket_of(manifest, stays.memory(1), index))
                 assert same_bits(fetched(stays, manifest, 1), expected(manifest, 1))
+                monkeypatch.setattr(collective, "PATIENCE_S", 60.0)
                 sender.set_members({"a"})
                 await bring(sender, slab, [without_pulling(stays)], 2)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_fetch_that_is_cancelled_in_mid_broadcast_lets_the_others_pull(folder: Path) -> None:
     manifest = mixed()
 
@@ -145,6 +154,7 @@ def test_a_fetch_that_is_cancelled_in_mid_broadcast_lets_the_others_pull(folder:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_member_that_is_killed_in_mid_transfer_leaves_the_others_alone(folder: Path) -> None:
     manifest = large(1)
 
@@ -167,6 +177,7 @@ def test_a_member_that_is_killed_in_mid_transfer_leaves_the_others_alone(folder:
     asyncio.run(asyncio.wait_for(scenario(), 90))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_sender_that_is_killed_in_mid_bucket_fails_the_fetch(folder: Path) -> None:
     manifest = large()
     sender = Child(send, "collective", manifest, folder)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from sync_support import equal, flip_byte, ring, small_model, weights
+from transport_support import NIXL
 
-TRANSPORTS = ("shm", "zmq", "collective", "disk")
+TRANSPORTS = ("shm", "zmq", "collective", "disk", NIXL)
 TRAVELLING = ("zmq", "collective")
 """Those that carry deltas."""
 
@@ -140,8 +141,9 @@ def test_a_rollouter_without_the_base_gets_the_whole_version(transport: str) -> 
     asyncio.run(scenario())
 
 
-def test_damage_in_the_shared_memory_itself_stops_the_version_on_every_transport() -> None:
-    async def scenario(transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_damage_in_the_shared_memory_itself_stops_the_version_on_every_transport(transport: str) -> None:
+    async def scenario() -> None:
         async with ring(transport=transport) as it:
             engine = it.join("rollouter-0")
             it.publisher.set_members({"rollouter-0"}, set())
@@ -156,5 +158,4 @@ def test_damage_in_the_shared_memory_itself_stops_the_version_on_every_transport
                 await it.publisher.publish(0)
             assert engine.log == []
 
-    for transport in TRANSPORTS:
-        asyncio.run(scenario(transport))
+    asyncio.run(scenario())

@@ -47,6 +47,22 @@ def test_nobody_to_wait_for_is_done_at_once() -> None:
     assert update.phase is Phase.DONE
 
 
+def test_a_version_that_is_still_written_is_not_done_although_nobody_is_left() -> None:
+    update = Update(1, 7, ["a"], [], writing=True)
+    update.begin(["a"])
+    assert update.removed("a") == []
+    assert update.phase is Phase.STAGE
+    assert update.written() == []
+    assert update.phase is Phase.DONE
+
+
+def test_a_version_that_cannot_be_written_is_given_up_although_nobody_is_left() -> None:
+    update = Update(1, 7, [], [], writing=True)
+    update.begin([])
+    update.give_up()
+    assert update.phase is Phase.ABORTED
+
+
 def test_a_removed_member_is_waited_for_no_longer() -> None:
     update = Update(1, 7, ["a", "b"], [])
     update.begin(["a", "b"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from streamrl.errors import WeightSyncError
@@ -20,7 +22,10 @@ from streamrl.sync.manifest import Manifest, plan_manifest
 from streamrl.sync.staging import bucket_of, slot_memory, tensors_in
 from streamrl.sync.transport import BucketId, Receiver, Sender, make_receiver, make_sender
 
-MOVING = ("zmq", "disk", "collective")
+NIXL = pytest.param(
+    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+)
+MOVING = ("zmq", "disk", "collective", NIXL)
 """Transports that bring bytes into a receiver's own memory."""
 SESSION = "5e551011"
 SPAWN = multiprocessing.get_context("spawn")
@@ -62,6 +67,9 @@ class Slab:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self.slots = [slot_memory(manifest), slot_memory(manifest)]
+
+    def slot(self, slot: int) -> memoryview:
+        return self.slots[slot]
 
     def bucket(self, slot: int, index: int) -> memoryview:
         return bucket_of(self.manifest, self.slots[slot], index)

@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from streamrl import nixl
 from streamrl.bench.report import Row, publish, summarise
 from streamrl.bench.sync.stage import Contender, Stage
 from streamrl.bench.sync.steps import adamw_deltas, quickstart_fractions
 from streamrl.bench.sync.weights import GB, shapes
+from streamrl.errors import ConfigError
 
 TARGETS = 4
 BUCKET_BYTES = 64 << 20
@@ -36,7 +38,7 @@ SAFETENSORS = Contender("safetensors in /dev/shm", f"{_HERE}.safetensors_file")
 GLOO = Contender("gloo per tensor", f"{_HERE}.gloo", together=True)
 
 
-TRANSPORTS = ("zmq", "collective", "disk")
+TRANSPORTS = ("zmq", "collective", "disk", "nixl")
 SHARES = (0.001, 0.01, 0.05, 0.2, 0.5)
 """Of all values, that change from one version to the next in the delta section."""
 LEARNING_RATE = 1e-6
@@ -89,13 +91,23 @@ def update(size: str, runs: int) -> Iterator[Row]:
 
 
 def transports(size: str, runs: int) -> Iterator[Row]:
-    contenders = [ours(transport) for transport in ("shm", *TRANSPORTS)]
+    contenders = [ours(transport) for transport in ("shm", *_installed(TRANSPORTS))]
     with Stage(size, TARGETS) as stage:
         measured = in_turn(stage, contenders, runs, share=1.0)
     where = f"{model_gb(size):.2f} GB to {TARGETS}"
     for contender in contenders[1:]:
         times = seconds(measured, contender), seconds(measured, contenders[0])
         yield summarise(f"{where}/{contender.name} against shm", "s", *times)
+
+
+def _installed(transports: Sequence[str]) -> list[str]:
+    """Without ``nixl``, and a line that says so, where its package is missing."""
+    try:
+        nixl.require("the row of nixl")
+    except ConfigError as error:
+        print(f"{error}; it is left out", file=sys.stderr)
+        return [transport for transport in transports if transport != "nixl"]
+    return list(transports)
 
 
 def delta(size: str, runs: int) -> Iterator[Row]:

@@ -30,7 +30,7 @@ from streamrl.errors import StreamRLError
 TIMEOUT_S = 180.0
 """That one command to a process may take before the bench counts as stuck."""
 
-PREFIX = "weights-bench-"
+_PREFIX = "weights-bench-"
 """Of the folders' names."""
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -130,13 +130,14 @@ class Stage:
     """One source and ``targets`` targets, with weights of ``size``. Use it as a context manager."""
 
     def __init__(self, size: str, targets: int) -> None:
-        self._folders = tempfile.mkdtemp(prefix=PREFIX), tempfile.mkdtemp(prefix=PREFIX, dir="/dev/shm")
+        self.folders = tempfile.mkdtemp(prefix=_PREFIX), tempfile.mkdtemp(prefix=_PREFIX, dir="/dev/shm")
+        """For sockets, and for files in shared memory."""
         self._pipes: dict[str, Connection] = {}
         self._processes: list[SpawnProcess] = []
         names = ["source", *(f"rollouter-{index}" for index in range(targets))]
         for name in names:
             self._pipes[name], theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=work, args=(theirs, name, size, targets, self._folders), daemon=True)
+            process = _SPAWN.Process(target=work, args=(theirs, name, size, targets, self.folders), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -158,7 +159,7 @@ class Stage:
             if process.is_alive():
                 process.kill()
                 process.join()
-        _remove(self._folders)
+        _remove(self.folders)
 
     @contextlib.contextmanager
     def playing(self, contender: Contender) -> Iterator[None]:

@@ -17,6 +17,8 @@ from streamrl.sync.delta import encode
 VALUES = 16 << 20
 """Of the synthetic model: one bucket of 32 MiB."""
 DEVIATION = 0.02
+QUICKSTART_TIMEOUT_S = 600.0
+"""That the short run may take, warm-up and all."""
 
 
 def adamw_deltas(lr: float, steps: int) -> Iterator[tuple[float, float]]:
@@ -49,7 +51,11 @@ def quickstart_fractions(dtype: str, steps: int) -> list[float]:
     with tempfile.TemporaryDirectory(prefix="weights-bench-") as folder:
         settings = ["sync.transport=zmq", "sync.encoding=delta", f"model.dtype={dtype}", "wandb=disabled"]
         command = [sys.executable, "-m", "streamrl.cli", "launch", "--config", "quickstart", "--steps", str(steps)]
-        run = subprocess.run([*command, "--run-dir", f"{folder}/run", *settings], capture_output=True, text=True)
+        command += ["--run-dir", f"{folder}/run", *settings]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, timeout=QUICKSTART_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise StreamRLError(f"the quickstart in {dtype} took more than {QUICKSTART_TIMEOUT_S:g} s") from None
         if run.returncode:
             raise StreamRLError(f"the quickstart in {dtype} failed: {(run.stderr or run.stdout).strip()[-500:]}")
         lines = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8").splitlines()

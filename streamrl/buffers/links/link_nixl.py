@@ -20,10 +20,8 @@ A producer that was killed is noticed by the failing transfer, in about a millis
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,19 +32,17 @@ import msgspec
 import numpy as np
 
 from streamrl.buffers.links.arena import Arena
-from streamrl.buffers.links.nixl_memory import Region, Staging, bindings, errors, make_agent
+from streamrl.buffers.links.nixl_memory import Region, Staging
 from streamrl.buffers.wire.reference import HEADER_BYTES, STAMP_BYTES, Metadata, Reference, ReferenceLost, header
 from streamrl.errors import StreamRLError, WireError
+from streamrl.nixl import Agent, Pair
 
 COPY_INLINE_BYTES = 1 << 20
 """Payloads up to this are copied on the event loop: 0.03 ms, in pages that were never used 0.5 ms."""
-LONGEST_PAUSE_S = 1e-3
-"""Between two looks at a transfer."""
+SETTING = "queue.backend=nixl"
 
 Range = tuple[int, int]
 """(offset, nbytes) inside a payload."""
-Descriptor = tuple[int, int, int]
-"""(address, nbytes, device) as NIXL takes it; the device of host memory is 0."""
 
 
 class ArenaWriter:
@@ -59,13 +55,13 @@ class ArenaWriter:
 
     def __init__(self, name: str, size: int) -> None:
         self._slots = Arena(size)
-        nixl = bindings()
         self.name = f"{name}#{uuid.uuid4().hex[:12]}"
         # Readers connect, and read where only tcp leads here, with the help of the progress thread.
-        self._agent = make_agent(nixl, self.name, progress=True)
-        self._region = Region(nixl, self._agent, self._slots.size)
+        self._agent = Agent(SETTING, self.name, progress=True)
+        self._region = Region(self._agent, self._slots.size)
+        self._closed = False
         self.metadata: bytes = msgspec.msgpack.encode(
-            Metadata(self.name, self._region.address, self._slots.size, self._agent.getLocalMD())
+            Metadata(self.name, self._region.address, self._slots.size, self._agent.metadata())
         )
         self._stamps: dict[int, int] = {}
         # Orders the clearing of a header before every byte that is written over its slot: see ``_fill``.
@@ -114,12 +110,13 @@ class ArenaWriter:
 
     def close(self) -> None:
         """Deregister the arena; what readers still ask for is lost. Writes that wait raise. Idempotent."""
-        if self._agent is None:
+        if self._closed:
             return
+        self._closed = True
         self._slots.close()
         self._copier.shutdown()
         self._region.deregister(self._agent)
-        self._agent = None  # ends its threads
+        self._agent.close()
 
     def _fill(self, offset: int, frames: Iterable[bytes | memoryview], nbytes: int, stamp: int) -> None:
         # A large copy may use stores that overtake earlier ones. Taken here and in ``free``, the lock keeps them behind
@@ -154,13 +151,13 @@ class _Read:
     region: Region
     staged: np.ndarray
 
-    def payload(self) -> Iterator[tuple[Descriptor, Descriptor]]:
+    def payload(self) -> Iterator[Pair]:
         start = self.reference.address + HEADER_BYTES
         for (offset, nbytes), place in zip(self.ranges, self.places, strict=True):
             if nbytes:
                 yield (self.region.address + place, nbytes, 0), (start + offset, nbytes, 0)
 
-    def header(self) -> Iterator[tuple[Descriptor, Descriptor]]:
+    def header(self) -> Iterator[Pair]:
         yield (
             (self.region.address + len(self.staged) - HEADER_BYTES, STAMP_BYTES, 0),
             (
@@ -192,13 +189,11 @@ class ArenaReader:
     """
 
     def __init__(self, name: str, timeout_s: float = 20.0) -> None:
-        self._nixl = bindings()
-        self._errors = errors(self._nixl)
         self._timeout_s = timeout_s
         self._peers: dict[str, _Peer] = {}
         # No progress thread: the thread that waits for a transfer drives it.
-        self._agent = make_agent(self._nixl, f"{name}#{uuid.uuid4().hex[:12]}", progress=False)
-        self._staging = Staging(self._nixl, self._agent)
+        self._agent = Agent(SETTING, f"{name}#{uuid.uuid4().hex[:12]}", progress=False)
+        self._staging = Staging(self._agent)
         # Of transfers that failed: never used again, as a late byte might still land there.
         self._spoilt: list[np.ndarray] = []
         self._closing = False
@@ -303,74 +298,35 @@ class ArenaReader:
             end += -(-nbytes // HEADER_BYTES) * HEADER_BYTES
         return _Read(reference, ranges, places, *self._staging.take(end + HEADER_BYTES))
 
-    def _transfer(self, wanted: dict[_Peer, list[tuple[Descriptor, Descriptor]]]) -> None:
+    def _transfer(self, wanted: dict[_Peer, list[Pair]]) -> None:
         """Read from all peers at once. Who fails, or does not answer in time, is lost."""
-        nixl, agent = self._nixl, self._agent
-        deadline = time.monotonic() + self._timeout_s
-        running: dict[_Peer, int] = {}
-        for peer, pairs in wanted.items():
-            if peer.lost or not pairs:
-                continue
-            local, remote = (nixl.nixlXferDList(nixl.DRAM_SEG, list(side)) for side in zip(*pairs, strict=True))
-            try:
-                handle = agent.createXferReq(nixl.NIXL_READ, local, remote, peer.metadata.agent, "", [])
-            except self._errors as error:
-                self._disconnect(peer, f"its producer is gone ({error})")
-                continue
-            running[peer] = handle
-            self._look(peer, agent.postXferReq, running)
-        # NIXL has no call that waits for a transfer and no descriptor to wait on; a notification goes to the other
-        # side, and is fetched by asking too. Within one host nothing is left to wait for once the peers are connected,
-        # as cma copies in the call that posts. Otherwise the look itself moves the transfer on.
-        pause = 0.0
-        while running and time.monotonic() < deadline and not self._closing:
-            time.sleep(pause)
-            pause = min(2 * pause + 2e-5, LONGEST_PAUSE_S)
-            for peer in list(running):
-                self._look(peer, agent.getXferStatus, running)
-        for peer, handle in running.items():
-            self._release(handle)
-            self._disconnect(
-                peer, "the reader was closed" if self._closing else f"no answer within {self._timeout_s:g} s"
-            )
-
-    def _look(self, peer: _Peer, call: Callable[[int], Any], running: dict[_Peer, int]) -> None:
-        try:
-            if call(running[peer]) != self._nixl.NIXL_SUCCESS:
-                return
-        except self._errors as error:
-            self._release(running.pop(peer))
-            self._disconnect(peer, f"its producer is gone ({error})")
-        else:
-            self._release(running.pop(peer))
-
-    def _release(self, handle: int) -> None:
-        # One that cannot be cancelled stays with the agent; its staging memory is not used again.
-        with contextlib.suppress(*self._errors):
-            self._agent.releaseXferReq(handle)
+        peers = {peer.metadata.agent: peer for peer, pairs in wanted.items() if pairs and not peer.lost}
+        pairs = {name: wanted[peer] for name, peer in peers.items()}
+        for name, error in self._agent.read(pairs, self._timeout_s, lambda: self._closing).items():
+            if not isinstance(error, TimeoutError):
+                why = f"its producer is gone ({error})"
+            else:
+                why = "the reader was closed" if self._closing else str(error)
+            self._disconnect(peers[name], why)
 
     def _connect(self, peer: _Peer) -> None:
         try:
-            name = self._agent.loadRemoteMD(peer.metadata.nixl).decode()
-        except self._nixl.nixlBackendError as error:
+            self._agent.connect(peer.metadata.agent, peer.metadata.nixl)
+        except ConnectionError as error:
             peer.lost = f"its producer is gone ({error})"
-        except self._errors as error:
-            peer.lost = f"its metadata is refused ({error})"
-        else:
-            if name != peer.metadata.agent:
-                self._agent.invalidateRemoteMD(name)
-                peer.lost = f"its metadata lead to {name!r}"
+        except StreamRLError as error:
+            peer.lost = str(error)
 
     def _disconnect(self, peer: _Peer, why: str) -> None:
         if not peer.lost:
             peer.lost = why
-            self._agent.invalidateRemoteMD(peer.metadata.agent)
+            self._agent.disconnect(peer.metadata.agent)
 
     def _end(self) -> None:
         for peer in list(self._peers.values()):
             self._disconnect(peer, "the reader was closed")
         self._staging.close()
-        self._agent = None
+        self._agent.close()
 
 
 def _refusal(peer: _Peer | None, reference: Reference) -> str:

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from streamrl.engines.blueprint import Blueprint
+from streamrl.engines.http_client import Refused, ServerClient
+from streamrl.engines.meter import Meter
 from streamrl.engines.requests import check_params, checked_tokens
-from streamrl.engines.sglang.client import Refused, SglangClient
 from streamrl.engines.sglang.facts import abilities_of, checked_info, facts_of, observed_head
-from streamrl.engines.sglang.meter import Meter
 from streamrl.engines.sglang.requests import Abilities, Decode, generation, request
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.engines.sglang.weights import body, buckets
@@ -51,7 +51,7 @@ class SglangEngine:
     """One SGLang server: a child of this process, or one that runs already. Built by ``start``."""
 
     def __init__(
-        self, config: Config, client: SglangClient, server: SglangServer | None, blueprint: Blueprint, decode: Decode
+        self, config: Config, client: ServerClient, server: SglangServer | None, blueprint: Blueprint, decode: Decode
     ) -> None:
         self._config = config
         self._client = client
@@ -74,16 +74,18 @@ class SglangEngine:
         self._abilities: Abilities
 
     @classmethod
-    async def start(cls, config: Config, model_folder: str, url: str = "") -> SglangEngine:
+    async def start(cls, config: Config, model_folder: str, url: str = "", scratch: str | None = None) -> SglangEngine:
         """Start a server, or take over the one at ``url``, with the architecture in ``model_folder``.
+
+        The server's files lie in ``scratch``; None: in the folder for temporary files.
 
         It serves version -1 until the first ``load``. Raises ``ConfigError`` for a server or setting that cannot
         serve, else as ``SglangServer.start`` does.
         """
         blueprint, decode = await asyncio.to_thread(_read_model, model_folder, config.model.dtype)
-        server = None if url else await SglangServer.start(config, model_folder)
+        server = None if url else await SglangServer.start(config, model_folder, scratch)
         key = server.key if server else os.environ.get(KEY_VARIABLE, "")
-        client = SglangClient(server.url if server else url, key)
+        client = ServerClient("SGLang", server.url if server else url, key)
         engine = cls(config, client, server, blueprint, decode)
         try:
             await engine._begin()
@@ -145,16 +147,29 @@ class SglangEngine:
         asked = request(rid, prompt, params, longest - len(prompt), self._blueprint.vocabulary, self._abilities)
         self._meter.begin()
         try:
-            await self._guarded(self._resumed.wait())
-            if self._abilities.caches:
-                asked["extra_key"] = self._salt
+            while self._paused:  # the next update may have begun by the time that this task runs again
+                await self._guarded(self._resumed.wait())
+            asked |= self._cache_key()
             pauses = self._pauses
             answer = await self._sampled(rid, asked)
-            self._meter.count(answer, self._pauses - pauses if self._config.engine.kv == "recompute" else 0)
+            self._count(answer, self._pauses - pauses if self._config.engine.kv == "recompute" else 0)
         finally:
             self._meter.end()
         await self._ask_load()
         return generation(answer, params, self._decode, self._client.url)
+
+    def _cache_key(self) -> dict[str, str]:
+        """What lets a request reuse no more than the weights that serve now have computed."""
+        return {"extra_key": self._salt} if self._abilities.caches else {}
+
+    def _count(self, answer: Any, retracted: int) -> None:
+        """An answer of the server, in whose time it was told ``retracted`` times to compute all requests anew."""
+        meta = answer["meta_info"]
+        self._meter.count(
+            generated=len(answer["output_ids"]),
+            prefilled=meta["prompt_tokens"] - meta["cached_tokens"],
+            preemptions=max(0, meta["num_retractions"] - retracted),
+        )
 
     async def _sampled(self, rid: str, asked: dict[str, Any]) -> Any:
         try:
@@ -205,6 +220,7 @@ class SglangEngine:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **self._cache_key(),
         }
         answer = await self._client.post("/generate", asked, within_s=None)
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
@@ -215,6 +231,7 @@ class SglangEngine:
             "sampling_params": {"max_new_tokens": 1, "temperature": temperature, "ignore_eos": True},
             "return_logprob": True,
             "token_ids_logprob": [[token] for token in row[1:]],
+            **self._cache_key(),
         }
         answers = await self._client.post("/generate", asked, within_s=None)
         return [answer["meta_info"]["output_token_ids_logprobs"][0][0][0] for answer in answers]

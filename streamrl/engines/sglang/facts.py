@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamrl.engines.blueprint import Blueprint
-from streamrl.engines.sglang.client import SglangClient
+from streamrl.engines.http_client import ServerClient
 from streamrl.engines.sglang.processor import HEAD_DTYPES, PROBE, serialised
 from streamrl.engines.sglang.requests import Abilities
 from streamrl.errors import ActorDied, ConfigError
@@ -51,7 +51,7 @@ def abilities_of(info: Info) -> Abilities:
     )
 
 
-async def observed_head(client: SglangClient) -> str:
+async def observed_head(client: ServerClient) -> str:
     """Dtype of the logits as the head's product came out: the narrowest that holds every one of them exactly.
 
     ``ConfigError`` where the server cannot run our processor.

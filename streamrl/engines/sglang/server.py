@@ -59,13 +59,16 @@ class SglangServer:
         self._reading = asyncio.create_task(self._read(), name="sglang-log")
 
     @classmethod
-    async def start(cls, config: Config, model_folder: str) -> SglangServer:
+    async def start(cls, config: Config, model_folder: str, scratch: str | None = None) -> SglangServer:
         """A server that is ready for requests, with random weights of the architecture in ``model_folder``.
+
+        ``scratch`` takes its files, and is removed by whoever made it: also when nobody comes to call ``close``.
 
         Raises ``ConfigError`` where the interpreter or SGLang is missing, ``ActorDied`` with the last lines of its log
         where it ends instead, ``DeadlineExceeded`` after nine tenths of ``liveness.start_timeout_s``.
         """
-        folder = Path(tempfile.mkdtemp(prefix="streamrl-sglang-"))
+        # Short in ``scratch``: the server puts sockets there, and the kernel takes 107 bytes for a path.
+        folder = Path(tempfile.mkdtemp(prefix="sgl-" if scratch else "streamrl-sglang-", dir=scratch))
         try:
             server = await cls._spawn(config, Path(model_folder), folder)
             try:

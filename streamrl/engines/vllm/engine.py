@@ -212,7 +212,8 @@ class VllmEngine:
 
     async def _inspect(self) -> None:
         """Prepare the workers, send one request through the model, and note how it was computed."""
-        await self._call(self._llm.collective_rpc("streamrl_prepare", args=(os.getpid(),)))
+        await self._call(self._llm.collective_rpc("streamrl_live_with", args=(os.getpid(),)))
+        await self._call(self._llm.collective_rpc("streamrl_prepare"))
         await self._call(self._llm.update_weight_version(str(self._version)))
         try:
             await self.score([0, 0])
@@ -239,7 +240,8 @@ class VllmEngine:
 
     async def _ask(self, tokens: list[int], params: Any) -> RequestOutput:
         """The finished request. Begun while paused, it waits here, so that its salt is that of the new weights."""
-        await self._going.wait()
+        while self._paused:  # the next update may have begun by the time that this task runs again
+            await self._going.wait()
         prompt: Any = {"type": "token", "prompt_token_ids": tokens}
         if self._config.engine.prefix_caching:
             prompt["cache_salt"] = self._salt()

@@ -15,7 +15,7 @@ from streamrl.schema import Config
 
 WEIGHTS = "streamrl"
 """Name of our backend in vLLM's registry of weight transfers (``worker.py``)."""
-_WORKER = "streamrl.engines.vllm.worker.WorkerExtension"
+WORKER = "streamrl.engines.vllm.worker.WorkerExtension"
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """By its path: by the name ``uni``, vLLM 0.32 puts another process in its place on a CPU, to bind threads there, which
 we leave to the scheduler."""
@@ -51,7 +51,7 @@ def engine_arguments(config: Config, folder: str, blueprint: Blueprint, *, cpu: 
         "seed": config.seed,
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": WEIGHTS},
-        "worker_extension_cls": _WORKER,
+        "worker_extension_cls": WORKER,
         "hf_overrides": {"head_dtype": config.model.head_dtype},
     }
     if cpu:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 _ALIGNMENT = 256
 """Bytes."""
+_SHELF = re.compile(r"/proc/\d+/fd/\d+")
 
 
 class Shelf:
@@ -54,21 +56,24 @@ class Shelf:
 
 
 class ShelfReader:
-    """The reading end, in a process that lives no longer than the writer."""
+    """The reading end. It may outlive the writer, whose path may then name another file."""
 
     def __init__(self) -> None:
-        self._known: tuple[str, int] = ("", 0)
+        self._known: tuple[str, int, int] = ("", 0, 0)
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def views(self, path: str, size: int, places: list[tuple[str, list[int], str, int]]) -> dict[str, torch.Tensor]:
         """Read-only tensors by name, without a copy; they show what the writer puts there next."""
-        if (path, size) != self._known:
+        found = (path, size, os.stat(path).st_ino)
+        if found != self._known:
             self._bytes = _map(path, size)
-            self._known = (path, size)
+            self._known = found
         return {name: _view(self._bytes, shape, dtype, offset) for name, shape, dtype, offset in places}
 
 
 def _map(path: str, size: int) -> torch.Tensor:
+    if not _SHELF.fullmatch(path):
+        raise ValueError(f"weights lie at /proc/PID/fd/FD, got {path!r}")
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)

@@ -9,54 +9,21 @@ from vllm import RequestOutput
 from vllm import SamplingParams as VllmParams
 from vllm.sampling_params import RequestOutputKind
 
+from streamrl.engines.vllm.parameters import sampling_arguments, scoring_arguments
 from streamrl.types import Generation, SamplingParams, VersionSpans, append_version
 
-_SEEDS = 1 << 63
-"""vLLM takes seeds of 63 bits, and −1 for none."""
+_WHOLE: dict[str, Any] = {"flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY, "skip_clone": True}
+"""One answer, when it is finished."""
 
 
 def sampling_params(params: SamplingParams, room: int) -> Any:
-    """vLLM's parameters of a request with ``room`` tokens left in the context.
-
-    Only what streamrl says ends an answer, so vLLM's own end tokens are ignored. vLLM decodes only where it has to look
-    for stop strings; a token that completes one is the answer's last.
-    """
-    return VllmParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        seed=params.seed % _SEEDS,
-        max_tokens=min(params.max_tokens, room),
-        stop_token_ids=list(params.stop_token_ids),
-        stop=list(params.stop_strings),
-        include_stop_str_in_output=True,
-        detokenize=bool(params.stop_strings),
-        skip_special_tokens=False,
-        spaces_between_special_tokens=False,
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
+    """vLLM's own parameters of a request with ``room`` tokens left in the context."""
+    return VllmParams(**sampling_arguments(params, room), **_WHOLE)
 
 
 def scoring_params(temperature: float) -> Any:
-    """Parameters of a request whose prompt is scored; its one sampled token is thrown away."""
-    return VllmParams(
-        temperature=temperature,
-        max_tokens=1,
-        ignore_eos=True,
-        detokenize=False,
-        prompt_logprobs=0,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
+    """vLLM's own parameters of a request whose prompt is scored."""
+    return VllmParams(**scoring_arguments(temperature), **_WHOLE)
 
 
 def generation(output: RequestOutput) -> Generation:

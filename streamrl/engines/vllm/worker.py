@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
+from streamrl.engines.blueprint import Blueprint
 from streamrl.engines.vllm.settings import WEIGHTS
 from streamrl.engines.vllm.shelf import ShelfReader
 
@@ -80,6 +82,11 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if missing := self._wanted - self._loaded:
             raise RuntimeError(f"vLLM loaded no weights into {sorted(missing)[:3]} ({len(missing)} parameters)")
 
+    def abandon(self, config: VllmConfig) -> None:
+        """End an update that will not be finished; the model can be loaded anew after it."""
+        with set_current_vllm_config(config):
+            finalize_layerwise_reload(self.model, self.model_config)
+
     def shutdown(self) -> None:
         self._reader = ShelfReader()
 
@@ -98,12 +105,23 @@ class WorkerExtension:
     """Methods of vLLM's worker that the actor calls by ``collective_rpc``."""
 
     model_runner: Any
+    model_config: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+    _streamrl_logits_dtype: str | None = None
+    """None until ``streamrl_prepare``; empty until a forward pass."""
 
-    def streamrl_prepare(self, actor: int) -> None:
-        """Once, before the first request. ``actor`` is the process that this one must not outlive."""
-        self._streamrl_logits_dtype = ""
+    def streamrl_live_with(self, actor: int) -> None:
+        """``actor`` is the process that this one must not outlive."""
         _die_with(actor)
         _unlink_shared_memory()
+
+    def streamrl_prepare(self) -> None:
+        """Before the first request; where a server outlives its actors, by each of them."""
+        if self._streamrl_logits_dtype is not None:
+            return
+        self._streamrl_logits_dtype = ""
         for module in self.model_runner.get_model().modules():
             if isinstance(module, LogitsProcessor):
                 module.register_forward_hook(self._streamrl_see)
@@ -117,6 +135,26 @@ class WorkerExtension:
             "head_dtype": self._streamrl_logits_dtype,
             "tied": bool(tied_heads(model)) or not any(isinstance(each, ParallelLMHead) for each in model.modules()),
         }
+
+    def streamrl_shapes(self) -> dict[str, list[int]]:
+        """Of the parameters of the transformers model in the server's folder, by name."""
+        blueprint = Blueprint.of(self.model_config.model, "float32")
+        return {name: list(shape) for name, shape in blueprint.shapes.items()}
+
+    def streamrl_sees(self, placed: dict[str, Any], values: dict[str, list[float]]) -> dict[str, bool]:
+        """Whether the shelf of ``placed`` holds ``values`` for this process."""
+        found = ShelfReader().views(**placed)
+        return {"sees": {name: tensor.tolist() for name, tensor in found.items()} == values}
+
+    def streamrl_end_update(self) -> None:
+        """Of an actor that died in the middle of one: the weights are of no version until the next update."""
+        if self._weight_update_active:
+            self.weight_transfer_engine.abandon(self.vllm_config)
+            self._weight_update_active = False
+
+    def streamrl_forget(self) -> None:
+        """Let go of the memory of an actor that ends."""
+        self.weight_transfer_engine.shutdown()
 
     def _streamrl_see(self, module: torch.nn.Module, args: object, logits: torch.Tensor | None) -> None:
         if logits is not None:
@@ -168,10 +206,11 @@ def _unlink_shared_memory() -> None:
 def _die_with(actor: int) -> None:
     """End this process, and vLLM's process above it, as soon as ``actor`` is gone, however it went."""
     parent = os.getppid()
-    handle = os.pidfd_open(actor)
+    ended = select.poll()  # and not select.select, which takes no descriptor over 1023
+    ended.register(os.pidfd_open(actor), select.POLLIN)
 
     def watch() -> None:
-        select.select([handle], [], [])
+        ended.poll()
         if parent != actor and os.getppid() == parent:
             os.kill(parent, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)

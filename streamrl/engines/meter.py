@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from streamrl.ports import EngineStatistics
 
@@ -38,12 +36,11 @@ class Meter:
         self._paused = False
         self._turn()
 
-    def count(self, answer: Mapping[str, Any], retracted: int) -> None:
-        """An answer of the server, in whose time it was told ``retracted`` times to compute all requests anew."""
-        meta = answer["meta_info"]
-        self._generated += len(answer["output_ids"])
-        self._prefilled += meta["prompt_tokens"] - meta["cached_tokens"]
-        self._preemptions += max(0, meta["num_retractions"] - retracted)
+    def count(self, generated: int, prefilled: int, preemptions: int = 0) -> None:
+        """What one answer of the server took, in tokens and in preemptions."""
+        self._generated += generated
+        self._prefilled += prefilled
+        self._preemptions += preemptions
 
     def due(self, every_s: float) -> bool:
         """Whether it is time to ask the server again how full it is; if so, that counts as asked."""
