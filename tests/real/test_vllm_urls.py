@@ -81,11 +81,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         chosen.bind(("127.0.0.1", 0))
         port = chosen.getsockname()[1]
     log = tmp_path_factory.mktemp("log") / "server.log"
+    # Engines that other tests held in this process have set variables for themselves.
+    untouched = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", DIE_WITH_PARENT, f"--model={model.folder}", "--host=127.0.0.1", f"--port={port}",
              *FLAGS],
-            stdout=output, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT, start_new_session=True,
+            stdout=output, stderr=subprocess.STDOUT, env=untouched | ENVIRONMENT, start_new_session=True,
         )  # fmt: skip
     server = Server(model, f"http://127.0.0.1:{port}", process)
     try:
