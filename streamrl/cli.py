@@ -110,7 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     sync.add_argument(
         "--size", action="append", choices=("0.02", "0.5", "2"), help="GB of weights (default: 0.5); may be given again"
     )
-    sync.add_argument("--only", choices=("update", "transports", "delta"), help="this section alone (default: all)")
+    sync.add_argument(
+        "--only", choices=("update", "transports", "delta", "digest", "chain"), help="this section alone (default: all)"
+    )
     sync.set_defaults(run=_bench_sync)
     proxy = benches.add_parser("proxy", help="agents over HTTP against the native API, 64 at once")
     proxy.add_argument("--runs", type=int, default=5, metavar="N", help="runs of each side, in turn (default: 5)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 
 from streamrl.errors import ConfigError
@@ -21,6 +22,11 @@ VLLM_DECIDED: Mapping[str, str] = {
     "seed": "seed",
     "logprobs_mode": "",
     "load_format": "",
+    "enable_lora": "model.lora.rank",
+    "max_lora_rank": "model.lora.rank",
+    "max_loras": "",
+    "lora_target_modules": "model.lora.targets",
+    "lora_dtype": "model.dtype",
     "generation_config": "",
     "weight_transfer_config": "",
     "worker_extension_cls": "",
@@ -63,6 +69,7 @@ SGLANG_DECIDED: Mapping[str, str] = {
     "skip_server_warmup": "",
     "skip_tokenizer_init": "",
     "enable_custom_logit_processor": "",
+    "custom_weight_loader": "",
     "speculative_algorithm": "",
 }
 """Flags of SGLang's server that ``engine.args`` must not name, as above."""
@@ -90,6 +97,8 @@ def check_engine(config: Config) -> None:
     if engine.urls and engine.name != "embedded" and (engine.args or engine.python):
         given = f"engine.args={engine.args}" if engine.args else f"engine.python={engine.python}"
         raise ConfigError(f"{given} with engine.urls: these servers run already; start them so, and leave it empty")
+    if config.model.lora.rank:
+        _check_lora(config)
     if engine.name == "vllm":
         check_args(engine, VLLM_DECIDED)
     if engine.name == "sglang":
@@ -107,6 +116,17 @@ def check_args(engine: EngineConfig, decided: Mapping[str, str]) -> None:
             continue
         way_out = f"set {decided[name]} instead" if decided[name] else "streamrl relies on its own; remove it"
         raise ConfigError(f"engine.args.{given}={engine.args[given]!r} with engine.name={engine.name}: {way_out}")
+
+
+def _check_lora(config: Config) -> None:
+    rank = config.model.lora.rank
+    if config.engine.name == "sglang":
+        raise ConfigError(
+            f"model.lora.rank={rank} with engine.name=sglang: it cannot replace an adapter under requests in flight; "
+            "set engine.name=vllm or embedded, or model.lora.rank=0"
+        )
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"model.lora.rank={rank} needs peft: pip install 'streamrl[lora]'")
 
 
 def _check_sglang(engine: EngineConfig) -> None:

@@ -104,3 +104,21 @@ class TellsDigests(Protocol):
     async def digests(self) -> dict[str, int]:
         """``parity.weights.digest`` of every parameter as it is held now, by name."""
         ...
+
+
+@runtime_checkable
+class StagesWeights(Protocol):
+    """An engine that can take weights to where it computes while it still generates with others."""
+
+    async def stage(self, version: int, tensors: Mapping[str, object]) -> None:
+        """Do ahead of time what ``load`` of the same version would have to do for every byte of ``tensors``.
+
+        The weights that serve, and whatever else is loaded in between, are untouched; what was staged before is gone,
+        also when this fails. Tensors and errors are those of ``load``. A cancellation takes effect once nobody reads
+        the tensors any more.
+        """
+        ...
+
+    def unstage(self) -> None:
+        """Forget what is staged, so that a version of the same number is not taken for it. Idempotent."""
+        ...

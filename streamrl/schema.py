@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamrl.lora_schema import LoraConfig
 from streamrl.sync_schema import SyncConfig
 
 
@@ -24,8 +25,7 @@ class EnvConfig:
     max_failures: int = 20
     """Leases that failed in a row, over all rollouters of the run, after which the run ends and says why."""
     play: str = "anywhere"
-    """Where episodes run: ``anywhere`` (in the rollouters, and in attached processes while they have a free worker) or
-    only in ``attached`` ones (docs/attach.md)."""
+    """Where episodes run: ``anywhere`` (rollouters and attached processes) or in ``attached`` ones (docs/attach.md)."""
 
 
 @dataclass
@@ -73,6 +73,7 @@ class ModelConfig:
     """How the model writes tool calls: ``hermes``, ``llama_json``, ``pythonic``, ``compact``, or ``auto``: as its chat
     template shows."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     cache: bool = True
     """Keep warmed-up models in the user's cache folder (``$XDG_CACHE_HOME/streamrl``)."""
 
@@ -195,8 +196,7 @@ class KLConfig:
     reference: str = ""
     """``initial``: the policy at the start, frozen; or a folder with a checkpoint. Empty: none."""
     serve: str = "trainer"
-    """Where it is: a copy in each ``trainer`` rank's memory, sharded; or in an ``engine`` of its own process, which
-    scores groups before they are put."""
+    """Where: a sharded copy in the ``trainer`` ranks, or an ``engine`` in a process of its own, which scores first."""
 
 
 @dataclass
@@ -360,7 +360,7 @@ class LivenessConfig:
     start_timeout_s: float = 180.0
     drain_timeout_s: float = 20.0
     max_restarts: int = 10
-    """Actors that may be replaced before the run gives up: rollouters, buffers, stores and other servers."""
+    """Actors that may be replaced before the run gives up; a server of ``engine.urls`` counts only if none is left."""
 
 
 @dataclass

@@ -31,8 +31,23 @@ def check_sync(config: Config) -> None:
         )
     if transport == "nixl":
         nixl.require("sync.transport=nixl")
+    if config.sync.stage == "device":
+        _check_device(config)
     if config.sync.on_mismatch == "rollback":
         _check_rollback(config)
+
+
+def _check_device(config: Config) -> None:
+    """Of ``sync.stage=device``, for engines that can take weights only while they are paused."""
+    reason = ""
+    if config.engine.name == "sglang":
+        reason = "engine.name=sglang: SGLang takes weights only while it is paused"
+    elif config.engine.urls:
+        reason = "engine.urls: a server that somebody else started keeps no second set of weights"
+    elif config.model.lora.rank:
+        reason = f"model.lora.rank={config.model.lora.rank}: adapters are too small to be worth a second set of weights"
+    if reason:
+        raise ConfigError(f"sync.stage=device with {reason}; set sync.stage=host")
 
 
 def most_rejections(config: Config) -> int:

@@ -28,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "buffer.keep": ("live", "all"),
     "sync.transport": ("auto", "shm", "zmq", "collective", "disk", "nixl"),
     "sync.encoding": ("full", "delta"),
-    "sync.stage": ("host", "none"),
+    "sync.stage": ("host", "device", "none"),
     "sync.commit": ("together", "rolling"),
     "sync.on_mismatch": ("stop", "rollback"),
     "trainer.schedule": ("constant", "linear", "cosine"),
@@ -47,6 +47,7 @@ MINIMA: dict[str, float] = {
     "model.max_length": 2,
     "model.warmup.steps": 0,
     "model.warmup.batch": 1,
+    "model.lora.rank": 0,
     "engine.slots": 1,
     "engine.tensor_parallel": 1,
     "engine.pipeline_parallel": 1,
@@ -92,7 +93,7 @@ MINIMA: dict[str, float] = {
 
 LAST_PORT = 65_535
 
-POSITIVE = ("sampling.temperature", "trainer.max_grad_norm", "trainer.eps")
+POSITIVE = ("model.lora.alpha", "sampling.temperature", "trainer.max_grad_norm", "trainer.eps")
 
 
 def lookup(config: Config, key: str) -> object:

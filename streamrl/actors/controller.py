@@ -147,6 +147,11 @@ class Controller(Supervisor):
         stateless = ("rollouter", "engine", "reference", "scorer")
         return kind in stateless or (kind in ("buffer", "store") and self.config.buffer.journal)
 
+    def _spared(self, member: Member) -> bool:
+        """A server that somebody else started comes back when it likes, while others sample."""
+        others = [each for each in self.membership.live("engine") if each.state is not State.STARTING]
+        return bool(self.config.engine.urls) and member.spec.kind == "engine" and bool(others)
+
     async def _bereaved(self, member: Member) -> None:
         if member.spec.kind == "rollouter":
             self._lost_holders.append(member.spec.holder)

@@ -31,13 +31,13 @@ class EngineHost(Actor):
         url = urls[self.spec.index] if urls else ""
         engine = hosted(await load_engine(self.config, self.spec.model, url, self.spec.ipc_dir))
         self.cleanup.push_async_callback(engine.close)
+        self._holding = Holding(self, engine)
         self._server = EngineServer(
             bind_address(self.spec, self.spec.name), engine, self.config.engine.slots, RealClock(), self.emit,
-            self._fatal.set_exception, keys=link_keys(self.spec),
+            self._fatal.set_exception, require_intact=self._holding.require_intact, keys=link_keys(self.spec),
         )  # fmt: skip
         self.cleanup.callback(self._server.close)
         self._server.bind()
-        self._holding = Holding(self, engine)
         info = {"endpoint": self._server.endpoint, "engine": self.config.engine.name, "slots": self.config.engine.slots}
         return info | ({"url": url} if url else {})
 

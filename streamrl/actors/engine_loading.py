@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+from streamrl.lora_schema import LoraConfig
 from streamrl.ports import Engine
 from streamrl.schema import Config
 
@@ -39,27 +41,29 @@ async def load_engine(config: Config, model_folder: str, url: str = "", scratch:
 
 
 async def load_frozen_engine(config: Config, model_folder: str, scratch: str | None = None) -> Engine:
-    """As ``load_engine``; it serves the weights in ``model_folder`` as version 0."""
+    """As ``load_engine``; it serves the weights in ``model_folder`` as version 0, without adapters."""
     from streamrl.policy.model import load_model
 
-    engine = await load_engine(config, model_folder, scratch=scratch)
+    whole = replace(config, model=replace(config.model, lora=LoraConfig()))
+    engine = await load_engine(whole, model_folder, scratch=scratch)
     try:
         model = await asyncio.to_thread(load_model, model_folder, config.model.dtype)
         await engine.pause()
         await engine.load(0, dict(model.named_parameters()))
         await engine.resume()
-    except BaseException:
+    except BaseException:  # whatever ends it, also a cancellation: nothing may stay behind
         await engine.close()
         raise
     return engine
 
 
 async def load_embedded(config: Config, model_folder: str) -> Engine:
-    """An embedded engine that serves the weights in ``model_folder`` as version -1."""
+    """An embedded engine that serves the weights in ``model_folder``, with adapters of 0 if any, as version -1."""
     from streamrl.engines.embedded import EmbeddedEngine
-    from streamrl.policy.model import load_model, load_tokenizer
+    from streamrl.policy.model import load_tokenizer
+    from streamrl.policy.trained import load_served
 
-    model = await asyncio.to_thread(load_model, model_folder, config.model.dtype, config.engine.device)
+    model = await asyncio.to_thread(load_served, config, model_folder, config.engine.device)
     tokenizer = await asyncio.to_thread(load_tokenizer, model_folder)  # the engine's own: its thread reads with it
 
     def decode(token_ids: list[int]) -> str:

@@ -45,9 +45,13 @@ class Holding:
         with self._actor.waiting("the first weights"):
             await self._subscriber.wait_version(0)
         if self._subscriber.version > 0:
-            return  # a replacement: the run has passed the gate, and the canary of its version looks at this engine
+            return  # a replacement: the run has passed the gate, and the canary has looked at this engine
         with self._actor.waiting("the engine to answer the parity probe"):
             self._actor.send(Probed(report=await self._probe.report()))
+
+    def require_intact(self) -> None:
+        """Raise ``WeightSyncError`` where what the engine sampled by now must not be handed on."""
+        self._subscriber.require_intact()
 
     async def _rehearse(self, tensors: dict[str, Any]) -> None:
         with self._actor.waiting("the engine to rehearse the first weight update"):

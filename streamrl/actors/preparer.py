@@ -6,6 +6,7 @@ Consumes the settings; produces a folder with a transformers checkpoint and its 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,11 +22,15 @@ from streamrl.envs.demonstration import lesson
 from streamrl.envs.environment import load_environment
 from streamrl.envs.split import Split
 from streamrl.errors import ConfigError
+from streamrl.lora import adapter_shapes, peft_config_json
 from streamrl.policy.model import BUILT_IN, CHECKPOINT_FILES, prepare_model
 from streamrl.policy.tokenizer import character_tokenizer
 from streamrl.policy.warmup import Lesson
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import Progress
+
+ADAPTER_FILE = "adapter_config.json"
+"""In the run folder, where adapters are trained: what PEFT has to know of them."""
 
 
 class Preparer(Actor):
@@ -48,7 +53,12 @@ class Preparer(Actor):
             def demonstrated(index: int) -> Lesson:
                 return lesson(split.train(index), template)
 
-            return str(self._keep(prepare_model(self.config, demonstrated, progress)))
+            folder = self._keep(prepare_model(self.config, demonstrated, progress))
+            if self.config.model.lora.rank:  # before anything starts: a wrong target is refused here
+                adapter_shapes(str(folder), self.config.model.lora, self.config.model.dtype)
+                described = peft_config_json(self.config.model.lora, str(folder))
+                Path(self.spec.run_dir, ADAPTER_FILE).write_text(json.dumps(described, indent=2))
+            return str(folder)
 
         worker = ThreadPoolExecutor(1, thread_name_prefix="torch")
         working = worker.submit(work)

@@ -19,9 +19,8 @@ from streamrl.actors.recording import ReplayPlan, journal_folder
 from streamrl.buffers.offer import Planner
 from streamrl.buffers.replay import rank_batch, recorded_steps
 from streamrl.policy.learner import Learner
-from streamrl.policy.model import load_model
 from streamrl.policy.parallel import close_ranks, init_ranks, rank_device
-from streamrl.policy.precision import MASTER_DTYPE, as_sent
+from streamrl.policy.trained import as_sent, counts, load_trained, sent_parameters
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import Stepped
 from streamrl.sync.arena import Filling, describe
@@ -40,13 +39,13 @@ class Replayer(Actor):
         self.cleanup.callback(self._worker.shutdown, wait=False, cancel_futures=True)
         self.cleanup.callback(close_ranks)
         await self.blocking(self._worker, self._build)
-        return {"parameters": sum(parameter.numel() for parameter in self._learner.model.parameters())}
+        return counts(self._learner.model)
 
     def _build(self) -> None:
         config = self.config
         torch.set_num_threads(config.trainer.threads)
         mesh = init_ranks(self.spec.index, config.trainers, f"{self.spec.ipc_dir}/ranks", config.liveness.no_progress_s)
-        model = load_model(self.spec.model, MASTER_DTYPE, rank_device(self.spec.index))
+        model = load_trained(config, self.spec.model, rank_device(self.spec.index))
         self._manifest = plan_manifest(describe(as_sent(model, config.model.dtype)), config.sync.bucket_bytes)
         if self.spec.index == 0:
             self._memory = slot_memory(self._manifest)
@@ -78,9 +77,9 @@ class Replayer(Actor):
 
     def _digest(self, version: int) -> str:
         """Of the whole weights; empty on ranks that only give their shards. Collective."""
-        memory, manifest, parameters = self._memory, self._manifest, self._learner.model.named_parameters()
+        memory, manifest, model = self._memory, self._manifest, self._learner.model
         if memory is None:
-            gather(parameters, manifest, None)
+            gather(sent_parameters(model).items(), manifest, None)
             return ""
         digests: dict[int, int] = {}
 
@@ -88,7 +87,7 @@ class Replayer(Actor):
             digests[index] = digest_of(bucket_of(manifest, memory, index))
 
         filling = Filling(manifest, memory, digest)
-        gather(parameters, manifest, filling)
+        gather(sent_parameters(model).items(), manifest, filling)
         filling.finish(version)
         return weights_digest(manifest, [digests[index] for index in sorted(digests)])
 

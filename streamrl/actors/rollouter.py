@@ -129,6 +129,8 @@ class Rollouter(Actor):
         if result.group is None:
             await self._producer.fail(lease.id, result.failures[-1].reason, result.failures[-1].traceback)
             return
+        if self._shared is None:  # engines that are shared look after what they sample themselves
+            self._holding.require_intact()
         try:
             if self._reference is not None:
                 with self.waiting(f"the reference policy to score the group of lease {lease.id}"):

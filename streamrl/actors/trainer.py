@@ -21,10 +21,9 @@ from streamrl.actors.queue_wiring import make_consumer
 from streamrl.errors import ParityError
 from streamrl.parity.records import Asked
 from streamrl.policy.learner import Learner
-from streamrl.policy.model import load_model
 from streamrl.policy.parallel import close_ranks, init_ranks, rank_device
 from streamrl.policy.parity import answer
-from streamrl.policy.precision import MASTER_DTYPE, as_sent
+from streamrl.policy.trained import as_sent, counts, load_trained, sent_parameters
 from streamrl.runtime.actor import Actor
 from streamrl.runtime.messages import GatePassed, Members, Message, Scored, ScoreProbe, Stepped, Unresponsive
 from streamrl.sync.arena import Filling, describe
@@ -58,14 +57,14 @@ class Trainer(Actor):
             self.emit("transport_chosen", {"transport": transport, "why": why})
         self._consumer = make_consumer(self.spec)
         self.cleanup.callback(self._consumer.close)
-        return {"parameters": sum(parameter.numel() for parameter in self._learner.model.parameters())}
+        return counts(self._learner.model)
 
     def _build(self) -> None:
         torch.set_num_threads(self.config.trainer.threads)
         mesh = init_ranks(
             self.spec.index, self.config.trainers, f"{self.spec.ipc_dir}/ranks", self.config.liveness.no_progress_s
         )
-        model = load_model(self.spec.model, MASTER_DTYPE, rank_device(self.spec.index))
+        model = load_trained(self.config, self.spec.model, rank_device(self.spec.index))
         self._manifest = plan_manifest(describe(as_sent(model, self.config.model.dtype)), self.config.sync.bucket_bytes)
         if self.spec.index == 0:
             self._publisher = Publisher(
@@ -164,9 +163,9 @@ class Trainer(Actor):
 
         def gather_into(filling: Filling | None) -> list[float]:
             started = time.monotonic()
-            gather(self._learner.model.named_parameters(), self._manifest, filling)
+            gather(sent_parameters(self._learner.model).items(), self._manifest, filling)
             metrics["time/gather"] = time.monotonic() - started
-            return self._learner.score(self._canary_row).tolist() if self._judges(version) else []
+            return self._learner.score(self._canary_row).tolist() if self._scores(version) else []
 
         def write() -> None:
             if content is None:
@@ -174,6 +173,7 @@ class Trainer(Actor):
                 return
             with content:
                 content.scores = gather_into(content.filling)
+                content.judged = self._judges(version)
 
         await self.blocking(self._worker, write)
 
@@ -210,10 +210,13 @@ class Trainer(Actor):
                 f"{found}; {self._rejections} in a row leave no tokens within max_lag={self.config.max_lag} to train on"
             )
 
+    def _scores(self, version: int) -> bool:
+        """Whether an engine that joins under this version is judged. The first one is the parity gate's."""
+        return version > 0 and self.config.sync.canary_every > 0
+
     def _judges(self, version: int) -> bool:
-        """Whether engines score the canary under this version. The first one is the parity gate's."""
-        every = self.config.sync.canary_every
-        return version > 0 and every > 0 and version % every == 0
+        """Whether all engines score the canary under this version."""
+        return self._scores(version) and version % self.config.sync.canary_every == 0
 
     def _evaluates(self, version: int) -> bool:
         every = self.config.eval.every

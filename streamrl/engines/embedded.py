@@ -33,6 +33,7 @@ import torch
 from transformers import PreTrainedModel
 
 from streamrl import __version__
+from streamrl.engines.ahead import finished
 from streamrl.engines.core import Decode, EngineCore
 from streamrl.engines.model_runner import ModelRunner
 from streamrl.engines.requests import check_params, checked_tokens
@@ -113,6 +114,7 @@ class EmbeddedEngine:
         self._closing = False
         self._arrivals: list[Request] = []
         self._asked: list[_Asked] = []
+        self._staged: tuple[int, Mapping[str, object]] | None = None
         self._pending: set[asyncio.Future[Any]] = set()
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future[None]
@@ -188,8 +190,20 @@ class EmbeddedEngine:
     async def resume(self) -> None:
         await self._call(self._core.resume)
 
+    async def stage(self, version: int, tensors: Mapping[str, object]) -> None:
+        """``ports.StagesWeights``. On a CPU ``load`` serves from ``tensors``, and only the head may need a cast."""
+        self._require_running()
+        self.unstage()
+        self._staged = version, await finished(asyncio.to_thread(self._core.runner.stage, tensors))
+
+    def unstage(self) -> None:
+        self._staged = None
+        self._core.runner.head.prepare(None)
+
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
         """``WeightSyncError`` leaves the old weights serving. Cancelling does not stop a load that was begun."""
+        if self._staged is not None and self._staged[0] == version:
+            (_, tensors), self._staged = self._staged, None
         await self._call(partial(self._core.load, version, tensors))
 
     async def digests(self) -> dict[str, int]:

@@ -64,6 +64,10 @@ class ServerClient:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         return _decoded(await self._call("POST", path, data, within_s))
 
+    async def post_text(self, path: str, body: object, within_s: float = CONTROL_S) -> str:
+        """Where the answer is not JSON."""
+        return (await self._call("POST", path, msgspec.json.encode(body), within_s)).decode()
+
     async def _call(self, method: str, path: str, data: bytes | None, within_s: float | None) -> bytes:
         try:
             async with asyncio.timeout(within_s), self._session.request(method, self.url + path, data=data) as response:

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from streamrl.engines.ahead import on_device
 from streamrl.engines.slots import DecodeWrite, PrefillWrite, SlotCache
 from streamrl.errors import ConfigError, WeightSyncError
+from streamrl.lora import adapter_parameters
 from streamrl.loss.head import HeadForm
 
 SCORE_ELEMENTS = 1 << 24
@@ -70,11 +72,19 @@ class Head:
         assert isinstance(head, nn.Linear)
         self._linear = head
         self._form = HeadForm.of(model.config, dtype)
+        self._prepared: tuple[int, Tensor] | None = None
         self.refresh()
+
+    def prepare(self, weight: Tensor | None) -> None:
+        """``weight`` comes next: do now what ``refresh`` will want of it. None: it does not come. From any thread."""
+        self._prepared = None if weight is None else (weight.data_ptr(), self._form.operand(weight))
 
     def refresh(self) -> None:
         """Take over the weight as it is now. Free when the model is in fp32: then the parameter itself is used."""
-        self._weight = self._form.operand(self._linear.weight.detach())
+        weight = self._linear.weight.detach()
+        prepared, self._prepared = self._prepared, None
+        fits = prepared is not None and prepared[0] == weight.data_ptr()
+        self._weight = prepared[1] if prepared and fits else self._form.operand(weight)
         self._bias = None if self._linear.bias is None else self._linear.bias.detach()
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -117,6 +127,13 @@ class ModelRunner:
         assert isinstance(embedding, nn.Embedding)
         self.vocabulary = embedding.num_embeddings
         self.tied = model.get_output_embeddings().weight is embedding.weight
+        self._adapters = adapter_parameters(model)
+        self._parameters: Mapping[str, nn.Parameter] = self._adapters or dict(model.named_parameters())
+        self._sent = (
+            "the adapters of model.lora alone"
+            if self._adapters
+            else ("what named_parameters() lists, tied weights once")
+        )
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -215,13 +232,13 @@ class ModelRunner:
         return actual, self._model(input_ids=self._put(tokens)[None]).logits[0, -1].float()
 
     def verify(self, tensors: Mapping[str, object]) -> None:
-        """Raise ``WeightSyncError`` unless ``tensors`` are exactly the model's parameters, tied ones once."""
+        """Raise ``WeightSyncError`` unless ``tensors`` are exactly what ``parameters`` lists, tied ones once."""
         parameters = self.parameters()
         missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
         if missing or unknown:
             raise WeightSyncError(
                 f"weights do not fit the model: missing {sorted(missing)[:3]} ({len(missing)}), unknown "
-                f"{sorted(unknown)[:3]} ({len(unknown)}); send what named_parameters() lists, tied weights once"
+                f"{sorted(unknown)[:3]} ({len(unknown)}); send {self._sent}"
             )
         for name, parameter in parameters.items():
             tensor = tensors[name]
@@ -234,8 +251,22 @@ class ModelRunner:
                 )
 
     def parameters(self) -> dict[str, Tensor]:
-        """By the names of ``load``."""
-        return dict(self._model.named_parameters())
+        """What ``load`` changes, by its names: the adapters of an adapted model (``lora.py``), else all parameters."""
+        return dict(self._parameters)
+
+    @torch.no_grad()
+    def stage(self, tensors: Mapping[str, object]) -> dict[str, Tensor]:
+        """What ``load`` takes over in no time, from any thread: ``tensors`` on this device, and what the head needs."""
+        self.head.prepare(None)
+        self.verify(tensors)
+        staged = on_device(
+            {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}, self._device
+        )
+        head = self._model.get_output_embeddings().weight
+        for name, parameter in self._parameters.items():
+            if parameter is head:
+                self.head.prepare(staged[name])
+        return staged
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, object]) -> None:
@@ -243,11 +274,12 @@ class ModelRunner:
 
         Nothing writes to a parameter here: what lies in shared memory is mapped for reading only.
         """
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters.items():
             tensor = tensors[name]
             assert isinstance(tensor, Tensor)
             if tensor.device == parameter.device:
                 parameter.data = tensor.contiguous()
             else:
                 parameter.copy_(tensor)
-        self.head.refresh()
+        if not self._adapters:  # they leave the head as it is
+            self.head.refresh()

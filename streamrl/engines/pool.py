@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
-
-import numpy as np
 
 from streamrl.engines.remote import RemoteEngine
 from streamrl.engines.router import Router
 from streamrl.errors import EngineLost, StreamRLError
-from streamrl.ports import EngineFacts, EngineStatistics
+from streamrl.ports import EngineStatistics
 from streamrl.types import Generation, SamplingParams
 
 LOSSES = 2
 """Engines that may die with one request before it counts as lost: a request must not go on killing them."""
 
-_T = TypeVar("_T")
 Waiting = Callable[[str], AbstractContextManager[None]]
 
 
@@ -49,17 +45,23 @@ class EnginePool:
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         """As ``ports.Engine``; raises ``EngineLost`` when as many engines died with this request as may."""
-
-        async def sample(engine: RemoteEngine) -> Generation:
-            generation = await engine.generate(prompt_ids, params)
-            self._router.had(engine.name, [*prompt_ids, *generation.token_ids.tolist()])
-            return generation
-
-        return await self._routed(prompt_ids, sample)
-
-    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-        """As ``ports.Engine``; raises as ``generate`` does."""
-        return await self._routed(token_ids, lambda engine: engine.score(token_ids, temperature))
+        if self._closed:
+            raise StreamRLError("the shared engines were let go of; nothing can be asked after close")
+        losses = 0
+        while True:
+            name = await self._chosen(prompt_ids)
+            self._router.began(name, prompt_ids)
+            try:
+                generation = await self._engines[name].generate(prompt_ids, params)
+            except EngineLost:
+                losses += 1
+                if losses >= LOSSES:
+                    raise
+            else:
+                self._router.had(name, [*prompt_ids, *generation.token_ids.tolist()])
+                return generation
+            finally:
+                self._router.ended(name)
 
     def statistics(self) -> EngineStatistics:
         """Sums over the engines, as they came with their last answers; the oldest version, the fullest KV cache."""
@@ -75,32 +77,12 @@ class EnginePool:
             preemptions=sum(one.preemptions for one in each),
         )
 
-    def facts(self) -> EngineFacts:
-        """Of the first: all are started alike."""
-        return next(iter(self._engines.values())).facts()
-
     async def close(self) -> None:
         """Let go of the engines; requests end with ``asyncio.CancelledError``. Idempotent."""
         self._closed = True
         self._news.set()
         for engine in self._engines.values():
             await engine.close()
-
-    async def _routed(self, token_ids: Sequence[int], call: Callable[[RemoteEngine], Awaitable[_T]]) -> _T:
-        if self._closed:
-            raise StreamRLError("the shared engines were let go of; nothing can be asked after close")
-        losses = 0
-        while True:
-            name = await self._chosen(token_ids)
-            self._router.began(name, token_ids)
-            try:
-                return await call(self._engines[name])
-            except EngineLost:
-                losses += 1
-                if losses >= LOSSES:
-                    raise
-            finally:
-                self._router.ended(name)
 
     async def _chosen(self, token_ids: Sequence[int]) -> str:
         while (name := self._router.choose(token_ids)) is None:

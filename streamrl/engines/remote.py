@@ -16,11 +16,11 @@ import numpy as np
 from streamrl.buffers.links.link_keys import LinkKeys
 from streamrl.buffers.links.link_zmq import ClientLink
 from streamrl.buffers.wire.engine_messages import EngineState, Generated, Watched, WatchRequest
-from streamrl.buffers.wire.messages import Body, ScoreRequest
+from streamrl.buffers.wire.messages import Body
 from streamrl.buffers.wire.payload import Payload
 from streamrl.engines.serving import request_of
 from streamrl.errors import EngineLost, StreamRLError, WireError
-from streamrl.ports import EngineFacts, EngineStatistics
+from streamrl.ports import EngineStatistics
 from streamrl.types import Generation, SamplingParams
 
 
@@ -37,7 +37,6 @@ class RemoteEngine:
         """As it was told last; None while there is no connection."""
         self.changed: Callable[[], None] = lambda: None
         """Called when ``state`` has become another."""
-        self._facts: EngineFacts | None = None
         self._closed = False
         self._there = asyncio.Event()
         self._link = ClientLink(endpoint, holder, time.monotonic, keys=keys, connection=self._connection)
@@ -56,7 +55,6 @@ class RemoteEngine:
             if not isinstance(watched, Watched):
                 raise WireError(f"{self.name}: expected its state, got {type(watched).__name__}")
             seen = watched.state.number
-            self._facts = EngineFacts(**watched.facts)  # type: ignore[arg-type]
             self._take(watched.state)
 
     @property
@@ -79,15 +77,6 @@ class RemoteEngine:
         logprobs = np.frombuffer(data, dtype=np.float32, offset=4 * count)
         return Generation(tokens, logprobs, list(body.versions), body.finish_reason)
 
-    async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-        """As ``ports.Engine``; raises as ``generate`` does."""
-        tokens = Payload([np.asarray(token_ids, dtype=np.int32).tobytes()])
-        _, frames = await self._ask(ScoreRequest([len(token_ids)], float(temperature)), tokens, "log-probs")
-        scores = np.frombuffer(b"".join(frames), dtype=np.float32)
-        if len(scores) != len(token_ids):
-            raise WireError(f"{self.name}: expected {len(token_ids)} log-probs, got {len(scores)}")
-        return scores
-
     def statistics(self) -> EngineStatistics:
         """As they came with the last answer; all zero before."""
         state = self.state
@@ -97,11 +86,6 @@ class RemoteEngine:
             state.running, state.waiting, state.generated_tokens, state.prefilled_tokens, state.busy_s, state.version,
             state.kv_used, state.preemptions,
         )  # fmt: skip
-
-    def facts(self) -> EngineFacts:
-        if self._facts is None:
-            raise StreamRLError(f"{self.name} has said nothing of itself yet")
-        return self._facts
 
     async def close(self) -> None:
         """Let go of the engine, which goes on for others. Idempotent."""

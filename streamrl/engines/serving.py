@@ -2,8 +2,7 @@
 
 ``HostedEngine`` is what the weight plane drives; ``EngineServer`` is what rollouters talk to (``remote.py`` is their
 end). A request survives an update; one whose connection is lost is asked anew by its rollouter. Whoever shares the
-engine is told its version, and whether it is paused, the moment that changes; a paused engine answers such questions as
-ever.
+engine is told its version, and whether it is paused, the moment that changes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import numpy as np
 
 from streamrl.buffers.queue.message_server import Asker, MessageServer, OnEvent, OnFatal
 from streamrl.buffers.wire.engine_messages import EngineState, Generated, GenerateRequest, Watched, WatchRequest
-from streamrl.buffers.wire.messages import Header, Refusal, ScoreRequest, Status, Withdraw
+from streamrl.buffers.wire.messages import Header, Refusal, Status, Withdraw
 from streamrl.buffers.wire.payload import Payload
 from streamrl.clock import Clock
 from streamrl.errors import StreamRLError, WireError
-from streamrl.ports import Engine, EngineFacts, EngineStatistics, TellsDigests
+from streamrl.ports import Engine, EngineFacts, EngineStatistics, StagesWeights, TellsDigests
 from streamrl.types import Generation, SamplingParams
 
 HELD = 1 << 16
@@ -35,9 +34,7 @@ class HostedEngine:
     """``ports.Engine`` that says when it pauses, resumes and has other weights: ``changed`` is called then."""
 
     def __init__(self, engine: Engine) -> None:
-        self.going = asyncio.Event()
-        """Cleared while it is paused."""
-        self.going.set()
+        self.paused = False
         self.changed: Callable[[], None] = lambda: None
         self._engine = engine
 
@@ -52,13 +49,13 @@ class HostedEngine:
         return await self._engine.score(token_ids, temperature)
 
     async def pause(self) -> None:
-        self.going.clear()
+        self.paused = True
         self.changed()
         await self._engine.pause()
 
     async def resume(self) -> None:
         await self._engine.resume()
-        self.going.set()
+        self.paused = False
         self.changed()
 
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
@@ -86,24 +83,52 @@ class HostedTelling(HostedEngine):
         return await self._telling.digests()
 
 
+class HostedStaging(HostedEngine):
+    """``HostedEngine`` of an engine that stages weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        assert isinstance(engine, StagesWeights)
+        self._staging = engine
+
+    async def stage(self, version: int, tensors: Mapping[str, object]) -> None:
+        await self._staging.stage(version, tensors)
+
+    def unstage(self) -> None:
+        self._staging.unstage()
+
+
+class HostedTellingStaging(HostedTelling, HostedStaging):
+    """``HostedEngine`` of an engine that does both."""
+
+
 def hosted(engine: Engine) -> HostedEngine:
     """``engine`` to be shared, with every capability that it has."""
-    return HostedTelling(engine) if isinstance(engine, TellsDigests) else HostedEngine(engine)
+    match isinstance(engine, TellsDigests), isinstance(engine, StagesWeights):
+        case True, True:
+            return HostedTellingStaging(engine)
+        case True, False:
+            return HostedTelling(engine)
+        case False, True:
+            return HostedStaging(engine)
+    return HostedEngine(engine)
 
 
 class EngineServer(MessageServer):
     """Serves ``engine``, with ``slots`` sequences at once, from ``open`` on; requests that come before wait.
 
     What the engine raises, but for arguments that it refuses, ends ``run``: an engine that failed serves nobody.
+    ``require_intact`` is called before each continuation is answered, and raises where its weights were overwritten.
     """
 
     def __init__(
         self, endpoint: str, engine: HostedEngine, slots: int, clock: Clock, on_event: OnEvent, on_fatal: OnFatal,
-        **link: Any,
+        *, require_intact: Callable[[], None], **link: Any,
     ) -> None:  # fmt: skip
         super().__init__(endpoint, clock, on_event, on_fatal, **link)
         self._engine = engine
         self._slots = slots
+        self._require_intact = require_intact
         self._number = 1
         """Of the state that was last told."""
         self._opened = asyncio.Event()
@@ -130,7 +155,7 @@ class EngineServer(MessageServer):
             number=self._number,
             version=self._engine.version,
             serving=self._opened.is_set(),
-            paused=not self._engine.going.is_set(),
+            paused=self._engine.paused,
             slots=self._slots,
             running=counts.running,
             waiting=counts.waiting,
@@ -147,9 +172,6 @@ class EngineServer(MessageServer):
         match body := header.body:
             case GenerateRequest():
                 self._hold(asker, partial(self._generate, asker, body, tokens_of(payload)))
-            case ScoreRequest(temperature=float(temperature)):
-                rows = split_rows(body.lengths, tokens_of(payload))
-                self._hold(asker, partial(self._score, asker, rows, temperature))
             case Withdraw():
                 self._withdraw(asker._replace(request=body.request))
             case WatchRequest():
@@ -194,24 +216,11 @@ class EngineServer(MessageServer):
 
     async def _generate(self, asker: Asker, body: GenerateRequest, prompt: np.ndarray) -> None:
         generation = await self._engine.generate(prompt.tolist(), params_of(body))
+        self._require_intact()
         frame = np.asarray(generation.token_ids, dtype=np.int32).tobytes()
         frame += np.asarray(generation.logprobs, dtype=np.float32).tobytes()
         versions = [(int(version), int(count)) for version, count in generation.versions]
         self.answer_soon(asker, Generated(versions, generation.finish_reason, self.state()), [frame])
-
-    async def _score(self, asker: Asker, rows: list[np.ndarray], temperature: float) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                scoring = [tasks.create_task(self._score_row(row.tolist(), temperature)) for row in rows]
-        except* ValueError as errors:
-            raise ValueError(str(errors.exceptions[0])) from None
-        scores = np.concatenate([each.result() for each in scoring]).astype(np.float32)
-        self.answer_soon(asker, Status("scored"), [scores.tobytes()])
-
-    async def _score_row(self, row: list[int], temperature: float) -> np.ndarray:
-        while not self._engine.going.is_set():  # some engines compute nothing while they are paused
-            await self._engine.going.wait()
-        return await self._engine.score(row, temperature)
 
     # Watchers ---------------------------------------------------------------------------------------------------------
 
@@ -223,7 +232,7 @@ class EngineServer(MessageServer):
         due = [asker for asker, seen in self._watchers.values() if seen != self._number]
         if not due:
             return
-        watched = Watched(self.state(), dataclasses.asdict(self._engine.facts()))
+        watched = Watched(self.state())
         for asker in due:
             del self._watchers[asker.identity]
             self.answer(asker, watched)  # one that is gone watches again when it is back
@@ -244,10 +253,3 @@ def tokens_of(payload: Payload) -> np.ndarray:
     if payload.nbytes % 4:
         raise WireError(f"token ids: expected a multiple of 4 bytes, got {payload.nbytes}")
     return np.frombuffer(b"".join(payload.frames), dtype=np.int32)
-
-
-def split_rows(lengths: list[int], tokens: np.ndarray) -> list[np.ndarray]:
-    """The tokens of each row. Raises ``WireError`` where tokens and lengths do not fit each other."""
-    if not lengths or len(tokens) != sum(lengths):
-        raise WireError(f"score request: expected {sum(lengths)} tokens in one row or more, got {len(tokens)}")
-    return np.split(tokens, np.cumsum(lengths)[:-1])

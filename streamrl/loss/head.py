@@ -62,21 +62,24 @@ class HeadForm:
         return None if self.cap is None else (logits / self.cap).square_().neg_().add_(1)
 
 
-def pull(gradient: Tensor, hidden: Tensor, weight: Tensor, d_weight: Tensor) -> Tensor:
+def pull(gradient: Tensor, hidden: Tensor, weight: Tensor, d_weight: Tensor | None) -> Tensor:
     """The backward pass of the product: adds to ``d_weight`` ``[V, H]``, returns the gradient of ``hidden`` ``[n, H]``.
 
-    ``gradient`` ``[n, V]`` is that of the product; sums are float32 (float64 for float64 weights).
+    Without ``d_weight`` the weight is frozen. ``gradient`` ``[n, V]`` is that of the product; sums are float32 (float64
+    for float64 weights).
     """
     if _accumulates(weight) and hidden.dtype == weight.dtype:
         low = gradient.to(weight.dtype)
-        for rows in _blocks(weight):
-            d_weight[rows] += torch.mm(low[:, rows].T, hidden, out_dtype=torch.float32)
+        if d_weight is not None:
+            for rows in _blocks(weight):
+                d_weight[rows] += torch.mm(low[:, rows].T, hidden, out_dtype=torch.float32)
         return torch.mm(low, weight, out_dtype=torch.float32)
     body = hidden.to(wide(weight))
     d_hidden = torch.zeros_like(body)
     for rows in _blocks(weight):
         d_hidden.addmm_(gradient[:, rows], _upcast(weight[rows]))
-        d_weight[rows].addmm_(gradient[:, rows].T, body)
+        if d_weight is not None:
+            d_weight[rows].addmm_(gradient[:, rows].T, body)
     return d_hidden
 
 

@@ -44,9 +44,9 @@ def token_logprobs(
     of tokens whose logits exist at once. With ``truncation`` the distribution is renormalised over the tokens that it
     keeps and the target, which was sampled after all; the kept set is a constant for the gradient.
 
-    The backward pass recomputes logits chunk by chunk and sums gradients of weight and bias in float32; entropy is a
-    diagnostic without gradient. Raises ``ValueError`` for a temperature that is not positive: greedy sampling has no
-    gradient.
+    The backward pass recomputes logits chunk by chunk and sums gradients of weight and bias, unless they are frozen, in
+    float32; entropy is a diagnostic without gradient. Raises ``ValueError`` for a temperature that is not positive:
+    greedy sampling has no gradient.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive to train on log-probs, got {temperature}")
@@ -97,8 +97,9 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _entropy: Tensor, _outside: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser, floor, last = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=wide(weight), device=weight.device)
-        d_bias = None if bias is None else d_weight.new_zeros(bias.shape)
+        sums = {"dtype": wide(weight), "device": weight.device}
+        d_weight = torch.zeros(weight.shape, **sums) if ctx.needs_input_grad[1] else None  # a frozen head has none
+        d_bias = torch.zeros(bias.shape, **sums) if ctx.needs_input_grad[2] else None
         room = _room(targets, weight, ctx.chunk)
         for span in _spans(len(targets), ctx.chunk):
             chosen = targets[span, None]
@@ -117,8 +118,9 @@ class _Function(torch.autograd.Function):
             d_hidden[span] = pull(d_logits, hidden[span], weight, d_weight)
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
+        of_weight = None if d_weight is None else d_weight.to(weight.dtype)
         of_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight.to(weight.dtype), of_bias, *(None,) * 5
+        return d_hidden, of_weight, of_bias, *(None,) * 5
 
 
 def _room(targets: Tensor, weight: Tensor, chunk: int) -> Tensor:

@@ -11,7 +11,7 @@ from streamrl.errors import ParityError
 from streamrl.parity.compare import limits_of
 from streamrl.parity.evidence import Evidence, Pair
 from streamrl.parity.judge import judge, needs_alternatives
-from streamrl.parity.records import SAMPLED, SCORED, Asked, EngineReport, Row, Semantics, TrainerReport
+from streamrl.parity.records import REHEARSED, SAMPLED, SCORED, Asked, EngineReport, Row, Semantics, TrainerReport
 from streamrl.parity.semantics import alternatives, prompt_alternatives
 from streamrl.parity.verdict import Verdict
 from streamrl.schema import Config
@@ -27,7 +27,7 @@ class _Question:
 
     def add(self, engine: str, index: int, row: Row, rule: Semantics) -> None:
         self.keys.append((engine, index, rule))
-        self.rows.append(Asked(row.tokens, rule))
+        self.rows.append(Asked(row.tokens, rule, row.part == REHEARSED))
 
 
 class ParityGate:
@@ -99,7 +99,7 @@ class ParityGate:
 
 def _check(engine: str, row: Row) -> None:
     count, labelled = len(row.tokens) - row.start, sum(count for _, count in row.versions)
-    if len(row.logprobs) != count or (row.part != SCORED and labelled != count):
+    if len(row.logprobs) != count or (row.labelled and labelled != count):
         raise ParityError(
             f"{engine}: {row.part}: expected a log-prob and a version for each of {count} tokens, got "
             f"{len(row.logprobs)} log-probs and {labelled} versions: the engine's generate or score is broken"

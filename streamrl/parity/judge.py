@@ -10,13 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from streamrl.parity.compare import compare
+from streamrl.parity.compare import Limits, compare
 from streamrl.parity.evidence import Evidence, context
-from streamrl.parity.records import IN_FLIGHT, SAMPLED, SCORED, SHARED, EngineReport, TrainerFacts
+from streamrl.parity.records import IN_FLIGHT, REHEARSED, SAMPLED, SCORED, SHARED, EngineReport, TrainerFacts
 from streamrl.parity.semantics import Cause, explain_prompts, explain_sampled
 from streamrl.parity.verdict import GateVerdict, Measured, Verdict, facts_of, size, warnings_of
 
 EVERY_PART = (SCORED, SAMPLED, SHARED, IN_FLIGHT)
+UNDER_ADAPTERS = 2.0
+"""How far engine and trainer may be apart under adapters that were perturbed, in limits of the others: logits grow."""
 BOUNDARY = 2
 """Tokens at a boundary that a wrong label explains; more of them mean wrong keys and values."""
 
@@ -29,7 +31,8 @@ def needs_alternatives(evidence: Evidence) -> bool:
 def judge(every: Sequence[Evidence], trainer: TrainerFacts) -> Verdict:
     """The verdict on all engines. Rows that differ were asked again under the rules of ``semantics.py``."""
     semantics = _gate("semantics", every, ((SAMPLED,), (SCORED,)), _semantics)
-    path = _gate("path", every, ((SHARED,), (IN_FLIGHT,)), _path)
+    adapters = ((REHEARSED,),) if any(each.part(REHEARSED) for each in every) else ()
+    path = _gate("path", every, ((SHARED,), (IN_FLIGHT,), *adapters), _path)
     numerics = _gate("numerics", every, (EVERY_PART,), lambda evidence: _facts_differ(evidence.report, trainer))
     if semantics.passed and path.passed and numerics.passed:
         numerics = _gate("numerics", every, (EVERY_PART,), _unexplained)
@@ -58,7 +61,8 @@ def _measured(parts: tuple[str, ...], every: Sequence[Evidence]) -> Measured:
     compared = [(each, each.compare(*parts)) for each in every]
     worst, comparison = max(compared, key=lambda pair: size(pair[1]))
     what = parts[0] if len(parts) == 1 else "all tokens"
-    return Measured(what, worst.engine, comparison, worst.limits, context(worst, parts, comparison.worst))
+    limits = _adapter_limits(worst) if parts == (REHEARSED,) else worst.limits
+    return Measured(what, worst.engine, comparison, limits, context(worst, parts, comparison.worst))
 
 
 # Semantics ------------------------------------------------------------------------------------------------------------
@@ -107,7 +111,38 @@ def _path(evidence: Evidence) -> Cause | None:
     report = evidence.report
     if report.weights:
         return Cause(report.weights, "the engine's load (engine.name), and sync.*: what was sent was verified")
-    return _mislabelled(evidence) or _behind(evidence) or _stale_prefix(evidence) or _overtaken(evidence)
+    return (
+        _unadapted(evidence)
+        or _mislabelled(evidence)
+        or _behind(evidence)
+        or _stale_prefix(evidence)
+        or _overtaken(evidence)
+    )
+
+
+def _unadapted(evidence: Evidence) -> Cause | None:
+    """Scores under adapters that are not 0, where those of version 0 are right."""
+    pairs = evidence.part(REHEARSED)
+    if not pairs or evidence.differs(SCORED):
+        return None
+    over = evidence.compare(REHEARSED).exceeded(_adapter_limits(evidence))
+    if not over:
+        return None
+    base = np.concatenate([pair.engine for pair in evidence.part(SCORED)])
+    if not compare(np.concatenate([pair.engine for pair in pairs]), base).exceeded(evidence.limits):
+        return Cause(
+            "the adapters have no effect: under any of them the engine scores as the base does",
+            "the engine's load (engine.name): its requests must go through the adapters that it was given",
+        )
+    return Cause(
+        f"the engine computes something else with adapters than the trainer ({', '.join(over)}), and the same without: "
+        "layers are mixed up, or the scale alpha/rank differs",
+        "model.lora.*, and nothing in engine.args that changes adapters",
+    )
+
+
+def _adapter_limits(evidence: Evidence) -> Limits:
+    return evidence.limits.times(UNDER_ADAPTERS)
 
 
 def _mislabelled(evidence: Evidence) -> Cause | None:

@@ -11,6 +11,9 @@ from streamrl.types import SamplingParams
 SCORED, SAMPLED, SHARED, IN_FLIGHT = "prompts", "sampled", "shared prefix", "in flight"
 """Parts of the probe: rows that were scored; sampled from fresh prompts; sampled after a prefix that was cached under
 other weights; sampled by requests that an update overtook."""
+REHEARSED = "adapters"
+"""The rows that were scored, under the first weights of the rehearsal: with adapters alone, as those of version 0 add
+nothing, so that it says nothing of them."""
 
 
 class Semantics(msgspec.Struct, frozen=True):
@@ -61,6 +64,11 @@ class Row(msgspec.Struct):
     versions: list[tuple[int, int]] = []
     """Labels of the tokens from ``start`` on, run-length encoded; none for rows that were scored."""
 
+    @property
+    def labelled(self) -> bool:
+        """Whether its tokens were sampled, under versions."""
+        return self.part not in (SCORED, REHEARSED)
+
 
 class EngineReport(msgspec.Struct):
     """What one engine says of the probe under version 0."""
@@ -82,6 +90,8 @@ class Asked(msgspec.Struct):
 
     tokens: list[int]
     semantics: Semantics
+    rehearsed: bool = False
+    """Under the weights of the rehearsal (``weights.Perturbed``) in place of version 0."""
 
 
 class TrainerFacts(msgspec.Struct):

@@ -6,8 +6,9 @@
     ────────────────────────    ──────────────────────    ─────────────────────────────────────────────
     load weights that differ    pause                     in flight: the requests end, part before, part after
       in every tensor           load version 0            shared prefix: the same prompts again
-    sample, to fill caches      resume                    sampled: fresh prompts
-    send requests, leave them                             prompts: scored
+    adapters: scored            resume                    sampled: fresh prompts
+    sample, to fill caches                                prompts: scored
+    send requests, leave them
       in flight
 
 The engine is used through ``ports.Engine`` alone, so that every engine passes the same gate. With ``engine.kv=keep``
@@ -22,12 +23,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from streamrl.errors import ParityError
 from streamrl.parity.probe import ProbeSet
-from streamrl.parity.records import IN_FLIGHT, SAMPLED, SCORED, SHARED, EngineReport, Row, Semantics
-from streamrl.parity.weights import Ledger, Perturbed, after_the_cache, digests
+from streamrl.parity.records import IN_FLIGHT, REHEARSED, SAMPLED, SCORED, SHARED, EngineReport, Row, Semantics
+from streamrl.parity.weights import Ledger, Perturbed, after_the_cache, alike, digests
 from streamrl.ports import Engine, TellsDigests
 from streamrl.schema import Config
 from streamrl.types import Generation
@@ -64,6 +66,7 @@ class EngineProbe:
         self._semantics = Semantics.of(config.sampling)
         self._in_flight: list[asyncio.Task[Generation]] = []
         self._before: list[Row] = []
+        self._rehearsed: list[Row] = []
         self._ledger = Ledger()
         self._notes: list[str] = []
 
@@ -76,6 +79,8 @@ class EngineProbe:
             await self._load(EVERYTHING, other)
             held = await self._digests()
             first = {name: digest for name, digest in held.items() if name in tensors and other.changes(name)}
+            if self._config.model.lora.rank:
+                self._rehearsed = [msgspec.structs.replace(row, part=REHEARSED) for row in await self._scored()]
             await self._generate(self._probe.sharing, AHEAD)
             overtakes = self._shares_cache(tensors)
             if overtakes and self._engine.facts().kv == "keep":
@@ -84,7 +89,9 @@ class EngineProbe:
             self._before = await self._scored()
             if initial:
                 sent = [await asyncio.to_thread(digests, each) for each in (other, tensors)]
-                self._ledger = Ledger(initial, first, sent[0], await self._digests(), sent[1])
+                same = [name for name in alike(sent[1]) if name in first]
+                planned = await asyncio.to_thread(digests, Perturbed({name: tensors[name] for name in same}))
+                self._ledger = Ledger(initial, first, sent[0], await self._digests(), sent[1], planned)
             if overtakes:
                 await self._leave_in_flight(tasks)
 
@@ -97,7 +104,7 @@ class EngineProbe:
             rows += self._rows(SHARED, self._probe.sharing, await self._generate(self._probe.sharing))
             prompts = self._probe.prompts * DRAWS
             rows += self._rows(SAMPLED, prompts, await self._generate(prompts))
-            rows += await self._scored()
+            rows += [*await self._scored(), *self._rehearsed]
             held = await self._digests()
         if rows and overtaken and not any(version == 0 for each in overtaken for version, _ in each.versions):
             self._notes.append("in flight: not checked, the requests ended before the update")

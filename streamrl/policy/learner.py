@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from streamrl.errors import ConfigError, DivergedError, StalenessError
+from streamrl.lora import without_adapters
 from streamrl.loss.diagnostics import Diagnostics
 from streamrl.loss.head import HeadForm
 from streamrl.loss.logprobs import TokenLogprobs, token_logprobs
@@ -26,8 +29,9 @@ from streamrl.policy.optimizer import clip_gradients, gradient_norm, learning_ra
 from streamrl.policy.packing import Packed, pack
 from streamrl.policy.parallel import accumulate_only, full_parameters, reshard, shard
 from streamrl.policy.precision import compute_dtype, forward
-from streamrl.policy.reference import columns_of, delivered, frozen_copy
+from streamrl.policy.reference import columns_of, delivered, frozen_copy, is_base
 from streamrl.policy.step_loss import MicroBatch, StepLoss, environments, split
+from streamrl.policy.trained import sent_parameters
 from streamrl.schema import Config
 from streamrl.types import RankBatch, TrainGroup, Trajectory
 
@@ -85,9 +89,9 @@ class ActorCritic(PackedPolicy):
 class Learner:
     """Owns the policy's parameters on this rank, their gradients and the optimizer.
 
-    ``model`` is a transformers causal LM in float32 with sdpa attention, equal on all ranks; with a ``mesh`` of more
-    than one rank it is sharded in place. It computes in ``model.dtype`` (``precision.py``). ``updates`` counts batches
-    and drives the schedule; a restart sets it and the optimizer.
+    ``model`` (``trained.load_trained``) is a transformers causal LM with sdpa attention, equal on all ranks, with what
+    is trained in float32; with a ``mesh`` of more than one rank it is sharded in place. It computes in ``model.dtype``
+    (``precision.py``). ``updates`` counts batches and drives the schedule; a restart sets it and the optimizer.
     """
 
     def __init__(self, config: Config, model: Any, mesh: DeviceMesh | None = None) -> None:
@@ -108,12 +112,16 @@ class Learner:
         self._loss = StepLoss(config.loss)
         frozen = frozen_copy(config, model)
         self._reference = None if frozen is None else PackedPolicy(frozen, config.model.head_dtype)
+        self._referring: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What the policy has to be in to be the reference."""
         self._rank, self._ranks, self._group = 0, 1, None
         if mesh is not None and mesh.size() > 1:
             self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
             shard(self._policy, model.get_decoder().layers, mesh, self._dtype)
             if self._reference is not None:
                 shard(self._reference, self._reference.model.get_decoder().layers, mesh, self._dtype)
+        if is_base(config):
+            self._reference, self._referring = self._policy, partial(without_adapters, model)
         self.optimizer = make_optimizer(self._policy, config.trainer)
         self._parameters = [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
         self._device = self._parameters[0].device
@@ -190,8 +198,8 @@ class Learner:
         return scores
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """``(name, full tensor)`` of every parameter in ``model.dtype``, as engines get it, one by one. Collective."""
-        return full_parameters(self.model, self._dtype)
+        """``(name, full tensor)`` of what engines get, in ``model.dtype``, one by one. Collective."""
+        return full_parameters(sent_parameters(self.model).items(), self._dtype)
 
     def _laid_out(self, groups: list[TrainGroup], batch: RankBatch, envs: list[str]) -> MicroBatch:
         packed = pack(groups, batch.version, batch.oldest_allowed, self._row_tokens)
@@ -218,9 +226,10 @@ class Learner:
                         (micro.values,) = values
                 reshard(self._policy)
             if self._reference is not None:
-                for micro in every:
-                    # Not truncated: KL(π‖π_ref) needs π_ref to be positive wherever π samples (docs/numerics.md).
-                    micro.reference = forward(self._reference, self._dtype, micro.packed, temperature)[0]
+                with self._referring():
+                    for micro in every:
+                        # Not truncated: KL(π‖π_ref) needs π_ref to be positive wherever π samples (docs/numerics.md).
+                        micro.reference = forward(self._reference, self._dtype, micro.packed, temperature)[0]
                 reshard(self._reference)
         self._loss.estimate(every, self._group)
         self._loss.renormalise(every, self._group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -61,7 +61,8 @@ def shard(root: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, dtype: torch
     """Shard ``root`` in place over the ranks of ``mesh``: each of ``layers`` alone, everything else with the root.
 
     ``root`` is the module whose forward the trainer calls; embedding and head lie in its own unit, so that tied ones
-    stay one parameter. It computes in ``dtype``, but for its ``value`` head. Every rank must hold equal parameters.
+    stay one parameter. It computes in ``dtype``, but for its ``value`` head. Every rank must hold equal parameters;
+    frozen ones are sharded too, and get no gradient.
     Layers stay gathered between forward and backward on CPU, where memory is cheaper than another gather.
     """
     again = mesh.device_type != "cpu"
@@ -90,13 +91,15 @@ def reshard(root: nn.Module) -> None:
         module.reshard()
 
 
-def full_parameters(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-    """``(name, full tensor in dtype)`` of every parameter, tied ones once, as ``model.named_parameters()`` names them.
+def full_parameters(
+    parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype = torch.float32
+) -> Iterator[tuple[str, Tensor]]:
+    """``(name, full tensor in dtype)`` of each of ``parameters``.
 
     Collective: gathers one parameter at a time, so that every rank must walk the whole iterator in step. On one rank
     the tensors are the parameters' own storage where they have that dtype, not copies.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         tensor = parameter.detach().to(dtype)
         yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -118,6 +121,15 @@ def gather_rows(table: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor, or the tensor itself where nothing is sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of_rank(full: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of ``full`` ``[N, …]`` that this rank holds of ``parameter``, which FSDP2 shards as ``torch.chunk``."""
+    if not isinstance(parameter, DTensor):
+        return full
+    size = -(-len(full) // parameter.device_mesh.size())
+    start = parameter.device_mesh.get_local_rank() * size
+    return full[start : start + size]
 
 
 def _units(root: nn.Module) -> list[FSDPModule]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.loss.truncation import Truncation
 from streamrl.parity.records import Asked, TrainerFacts, TrainerReport
+from streamrl.parity.weights import Perturbed
 from streamrl.policy.learner import Learner
+from streamrl.policy.parallel import local, rows_of_rank
+from streamrl.policy.trained import sent_parameters
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.linear)
 
@@ -32,15 +36,32 @@ class _Products(TorchDispatchMode):
 
 
 def answer(learner: Learner, asked: Sequence[Asked]) -> TrainerReport:
-    """Log-probs of each row by the rule that it is asked for. Collective."""
+    """Log-probs of each row by the rule, and under the weights, that it is asked for. Collective."""
     rows: list[list[float]] = [[]] * len(asked)
-    for rule in dict.fromkeys(each.semantics for each in asked):
-        own = [index for index, each in enumerate(asked) if each.semantics == rule]
+    for rule, perturbed in dict.fromkeys((each.semantics, each.rehearsed) for each in asked):
+        own = [i for i, each in enumerate(asked) if (each.semantics, each.rehearsed) == (rule, perturbed)]
         truncation = Truncation(rule.top_k, rule.top_p, rule.min_p) if rule.truncated else None
-        scores = learner.score_all([asked[index].tokens for index in own], rule.temperature, truncation)
+        with rehearsed(learner) if perturbed else contextlib.nullcontext():
+            scores = learner.score_all([asked[index].tokens for index in own], rule.temperature, truncation)
         for index, row in zip(own, scores, strict=True):
             rows[index] = row.tolist()
     return TrainerReport(rows, observe(learner))
+
+
+@contextlib.contextmanager
+def rehearsed(learner: Learner) -> Iterator[None]:
+    """Within this the trainer has the weights that engines rehearse with, for adapters. Collective."""
+    sent = Perturbed({name: tensor.clone() for name, tensor in learner.full_parameters()})
+    parameters = sent_parameters(learner.model)
+    own = {name: local(parameter).detach() for name, parameter in parameters.items()}
+    kept = {name: shard.clone() for name, shard in own.items()}
+    try:
+        for name, shard in own.items():
+            shard.copy_(rows_of_rank(sent[name], parameters[name]))
+        yield
+    finally:
+        for name, shard in own.items():
+            shard.copy_(kept[name])
 
 
 def observe(learner: Learner) -> TrainerFacts:

@@ -3,12 +3,12 @@
 With ``bfloat16`` every forward pass sees the weights rounded to bfloat16, exactly as they are sent to the engines; each
 backward pass leaves one bfloat16 gradient per weight, and these are summed over micro-batches and ranks in float32.
 Optimizer steps too small for a bfloat16 weight to show stay in the master weights until enough of them add up. Several
-ranks leave the rounding to FSDP2, one rank does the same here. A value head stays in float32.
+ranks leave the rounding to FSDP2, one rank does the same here. A value head stays in float32. Weights that are frozen
+beside adapters have no master: they are loaded in ``model.dtype``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 MASTER_DTYPE = "float32"
-"""What a trainer loads its policy in, whatever it computes in."""
+"""Of what is trained, whatever it computes in."""
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -52,9 +52,3 @@ def freeze(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype)
     return model
-
-
-def as_sent(model: nn.Module, dtype: str) -> Iterator[tuple[str, Tensor]]:
-    """Name, shape and dtype of every parameter as it is sent to engines, without data."""
-    for name, parameter in model.named_parameters():
-        yield name, torch.empty(parameter.shape, dtype=compute_dtype(dtype), device="meta")

@@ -1,7 +1,8 @@
 """Log-probs of the reference policy of a KL term: by a frozen copy here, or as they came with the data.
 
 With ``loss.kl.serve=engine`` the process of ``actors/reference.py`` scored each group before it was put, and its
-log-probs travel as the column ``reference``; with ``trainer`` every rank holds (its shard of) a frozen copy.
+log-probs travel as the column ``reference``; with ``trainer`` every rank holds (its shard of) a frozen copy. Where
+adapters are trained, the policy at the start is the model without them, and needs no copy.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ def columns_of(config: Config) -> tuple[str, ...]:
     return (REFERENCE,) if serves_reference(config) else ()
 
 
+def is_base(config: Config) -> bool:
+    """Whether the reference is the trained model itself, without its adapters."""
+    return config.model.lora.rank > 0 and config.loss.kl.reference == "initial" and not serves_reference(config)
+
+
 def frozen_copy(config: Config, model: Any) -> Any | None:
-    """The reference as a model that is never trained, where the trainer holds one: ``model`` now, or a checkpoint."""
+    """The reference as a model of its own, where the trainer holds one: a copy of ``model`` now, or a checkpoint."""
     kl = config.loss.kl
-    if not kl.reference or serves_reference(config):
+    if not kl.reference or serves_reference(config) or is_base(config):
         return None
     if kl.reference == "initial":
         found = copy.deepcopy(model)

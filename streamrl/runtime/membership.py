@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 from streamrl.runtime.actor import ActorSpec, State
@@ -54,6 +55,11 @@ class Membership:
     def __init__(self) -> None:
         self.members: dict[str, Member] = {}
         self.restarts = 0
+        """Replacements that came to work."""
+        self.charged = 0
+        """Replacements that count to ``liveness.max_restarts``."""
+        self._attempts: Counter[str] = Counter()
+        """To replace an actor that the run can spare, since it worked last."""
         self._retired_tokens = 0.0
 
     @property
@@ -67,6 +73,16 @@ class Membership:
             self._retired_tokens += replaced.gauges.get("generated_tokens", 0.0)
         self.members[spec.name] = member
         return member
+
+    def wait_s(self, name: str, longest_s: float) -> float:
+        """Before the next attempt to replace ``name``: none before the first, then 1, 2, 4 … seconds."""
+        self._attempts[name] += 1
+        return 0.0 if self._attempts[name] == 1 else min(2.0 ** (self._attempts[name] - 2), longest_s)
+
+    def came_back(self, name: str) -> None:
+        """A replacement of ``name`` works."""
+        self.restarts += 1
+        del self._attempts[name]
 
     def of(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.spec.kind == kind]

@@ -29,6 +29,8 @@ from streamrl.schema import Config
 
 LAST_WORDS_S = 2.0
 """Seconds to wait for the ``Failed`` message of an actor whose exit was reported."""
+LONGEST_WAIT_S = 60.0
+"""Between two attempts to replace an actor that the run can spare."""
 STACKS_GRACE_S = 1.0
 """Seconds that actors get to write their stacks before the watchdog ends the run."""
 
@@ -72,6 +74,10 @@ class Supervisor(ABC):
     @abstractmethod
     def _replaceable(self, kind: str) -> bool:
         """Whether a new process can take the place of a dead actor of this kind."""
+
+    @abstractmethod
+    def _spared(self, member: Member) -> bool:
+        """Whether the run goes on without this dead actor, for as long as its replacements fail."""
 
     @abstractmethod
     async def _bereaved(self, member: Member) -> None:
@@ -143,10 +149,13 @@ class Supervisor(ABC):
         replaceable = self._replaceable(member.spec.kind) and self._started and not _is_final(member.failure)
         if not replaceable:
             self._fail(_as_error(member, reason))
-        elif self.membership.restarts >= self.config.liveness.max_restarts:
-            self._fail(ActorDied(f"{member.spec.name} {reason}; gave up after {self.membership.restarts} restarts"))
+        elif self._spared(member):
+            await asyncio.sleep(self.membership.wait_s(member.spec.name, LONGEST_WAIT_S))
+            await self._replace(member)
+        elif self.membership.charged >= self.config.liveness.max_restarts:
+            self._fail(ActorDied(f"{member.spec.name} {reason}; gave up after {self.membership.charged} restarts"))
         else:
-            self.membership.restarts += 1
+            self.membership.charged += 1
             await self._replace(member)
 
     async def _replace(self, member: Member) -> None:
@@ -157,7 +166,8 @@ class Supervisor(ABC):
             lambda: replacement.state is not State.STARTING or not replacement.alive,
             self.config.liveness.start_timeout_s, f"the replacement of {spec.name}",
         )  # fmt: skip
-        if replacement.alive:
+        if replacement.alive and not replacement.stopping:  # the run may end just now
+            self.membership.came_back(spec.name)
             fields = {"incarnation": replacement.spec.incarnation}
             self._event("actor_restarted", fields, spec.name, replacement.pid, replacement.host)
             await self._send(replacement, Start())

@@ -179,8 +179,8 @@ class ArenaReader:
         return int(self._stamps[slot]) == version
 
     def close(self) -> None:
-        """Drop the mapping; it goes with the last tensor that views it. Idempotent."""
-        self._memory, self._stamps = memoryview(b""), torch.full((2,), -1)
+        """Drop the mapping; it goes with the last tensor that views it. ``holds`` answers as before. Idempotent."""
+        self._memory, self._stamps = memoryview(b""), self._stamps.clone()
 
 
 def named_pairs(named_tensors: NamedTensors) -> Iterable[tuple[str, torch.Tensor]]:

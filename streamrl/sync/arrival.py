@@ -6,17 +6,16 @@ It goes on while the publisher still writes later buckets and while the engine g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
+import functools
+from typing import cast
 
 from streamrl.errors import WeightSyncError
 from streamrl.sync import messages as wire
 from streamrl.sync.delta import decode
 from streamrl.sync.manifest import Manifest
-from streamrl.sync.staging import Tensors, bucket_of, require_digest, slot_memory, tensors_in
+from streamrl.sync.staging import Tensors, bucket_of, digest_of, require_digest, slot_memory, tensors_in
 from streamrl.sync.transport import BucketId, Receiver
-
-Result = TypeVar("Result")
+from streamrl.sync.workers import Crew
 
 
 class Arrival:
@@ -29,6 +28,8 @@ class Arrival:
         self._has_base = has_base
         self._entries = list(stage.buckets)
         self._changed = asyncio.Event()
+        self._spare: list[bytearray] = []
+        """Memory of codes that were decoded."""
         self.private_memory = receiver.in_place and stage.private
         """The slot is the publisher's and may be written again: it is copied out."""
         self._memory = slot_memory(manifest) if self.private_memory else receiver.memory(stage.slot)
@@ -49,9 +50,12 @@ class Arrival:
 
         Raises ``WeightSyncError`` when a bucket cannot be had or is not what was sent.
         """
-        for index in range(len(self._manifest.buckets)):
-            await self._until_known(index)
-            await self._bring(index)
+        async with Crew() as crew:
+            for index in range(len(self._manifest.buckets)):
+                await self._until_known(index)
+                code = await self._fetch(index)
+                await crew.give(functools.partial(self.check, index, code))
+        self._spare.clear()
         if not self.intact():
             raise WeightSyncError(f"slot {self.stage.slot} holds version {self.stage.version} no more")
         return tensors_in(self._manifest, self._memory)
@@ -62,30 +66,54 @@ class Arrival:
             return True
         return self._receiver.holds(self.stage.version, self.stage.slot)
 
-    def check(self, index: int) -> None:
-        """Compare a bucket with its digest. Blocking: for a worker thread."""
-        memory = bucket_of(self._manifest, self._memory, index)
-        require_digest(self._manifest, self.stage.version, index, memory, self._entries[index].digest)
+    def overwritten_by(self, stage: wire.Stage) -> bool:
+        """Whether the arrival of another version would write to the memory of this one."""
+        mine = self.stage
+        if self.private_memory or (self._receiver.in_place and stage.private):
+            return False
+        return (stage.session, stage.slot) == (mine.session, mine.slot) and stage.version != mine.version
 
-    async def _bring(self, index: int) -> None:
+    def check(self, index: int, code: memoryview | None) -> None:
+        """Decode or copy a bucket where that is needed, and compare it with its digest. Blocking: for a worker thread.
+
+        Raises ``WeightSyncError`` where it is not what was sent.
+        """
+        memory = bucket_of(self._manifest, self._memory, index)
+        if code is not None:
+            digest = decode(code, bucket_of(self._manifest, self._receiver.memory(1 - self.stage.slot), index), memory)
+            self._spare.append(cast(bytearray, code.obj))
+        else:
+            if self.private_memory:
+                self._copy(index, memory)
+            digest = digest_of(memory)
+        require_digest(self._manifest, self.stage.version, index, digest, self._entries[index].digest)
+
+    async def _fetch(self, index: int) -> memoryview | None:
+        """Bring a bucket to its place, or its code, which is returned."""
+        if self._receiver.in_place:
+            return None
         entry, stage = self._entries[index], self.stage
         out = bucket_of(self._manifest, self._memory, index)
         bucket = BucketId(stage.session, stage.version, stage.slot, index, stage.attempt, stage.private)
-        if self._receiver.in_place:
-            if self.private_memory:
-                await _in_thread(lambda: self._copy(index, out))
-        elif entry.delta:
-            if not self._has_base:
-                raise WeightSyncError(f"version {stage.base}, which the codes are against, is not held here")
-            code = memoryview(bytearray(entry.payload_bytes))
-            await self._receiver.fetch(bucket, code)
-            base = bucket_of(self._manifest, self._receiver.memory(1 - stage.slot), index)
-            await _in_thread(lambda: decode(code, base, out))
-        else:
+        if not entry.delta:
             if entry.payload_bytes != out.nbytes:
                 raise WeightSyncError(f"bucket {index}: expected {out.nbytes} bytes, {entry.payload_bytes} are offered")
             await self._receiver.fetch(bucket, out)
-        await _in_thread(lambda: self.check(index))
+            return None
+        if entry.payload_bytes > out.nbytes:
+            raise WeightSyncError(f"bucket {index}: a code of {entry.payload_bytes} bytes for {out.nbytes} bytes")
+        if not self._has_base:
+            raise WeightSyncError(f"version {stage.base}, which the codes are against, is not held here")
+        code = self._room(entry.payload_bytes)
+        await self._receiver.fetch(bucket, code)
+        return code
+
+    def _room(self, nbytes: int) -> memoryview:
+        """Memory for a code: what one was decoded from, if it is large enough, as its pages are there."""
+        memory = self._spare.pop() if self._spare else bytearray()
+        if len(memory) < nbytes:
+            memory = bytearray(min(nbytes + nbytes // 8, self._manifest.slot_bytes))
+        return memoryview(memory)[:nbytes]
 
     def _copy(self, index: int, out: memoryview) -> None:
         out[:] = bucket_of(self._manifest, self._receiver.memory(self.stage.slot), index)
@@ -94,13 +122,3 @@ class Arrival:
         while len(self._entries) <= index:
             self._changed.clear()
             await self._changed.wait()
-
-
-async def _in_thread(work: Callable[[], Result]) -> Result:
-    """Run blocking work; a cancellation waits for its end, so that nobody writes to memory that has another use."""
-    working = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.wait({working})
-        raise

@@ -3,17 +3,18 @@
 ::
 
     writing thread     parts → slot, bucket after bucket
-    digest thread            bucket → xxh3-64, its code against the base
+    digest threads           bucket → xxh3-64, its code against the base
     event loop                             entries in order, → members
 
-so that bucket i is digested and sent while bucket i + 1 is gathered.
+so that bucket i is digested and sent while bucket i + 1 is gathered, on several threads where the machine has cores for
+them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from types import TracebackType
 
 from streamrl.errors import WeightSyncError
@@ -34,7 +35,9 @@ class Content:
         self.slot = slot
         self.base = base.number if base else -1
         self.scores: list[float] = []
-        """The trainer's log-probs of the canary's tokens under this version; empty: it is not judged."""
+        """The trainer's log-probs of the canary's tokens under this version; empty: nobody is judged by it."""
+        self.judged = True
+        """Every member is judged by ``scores``; otherwise only those that join under this version."""
         self.entries: list[BucketEntry] = []
         """Of the buckets that are complete, without a gap from the first on."""
         self.payloads: list[memoryview] = []
@@ -66,16 +69,21 @@ class Content:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for the digests; the version is complete, or failed."""
+        """Wait for the digests; the version is complete, or failed, and no thread reads the slot any more."""
         try:
             if error is None:
                 self.filling.finish(self.number)
-            for digesting in self._digesting:
-                digesting.result()
-        except BaseException as failure:
+                wait(self._digesting, return_when=FIRST_EXCEPTION)
+                for digesting in self._digesting:
+                    if digesting.done():
+                        digesting.result()
+        except BaseException as failure:  # whatever it is: the slot holds no version
             error = failure
             raise
         finally:
+            for digesting in self._digesting:
+                digesting.cancel()
+            wait(self._digesting)
             del self.filling  # a cycle, which would keep the memory after its end
             self._loop.call_soon_threadsafe(self._end, error)
 
@@ -87,7 +95,7 @@ class Content:
     def _wrote(self, index: int) -> None:
         self._digesting.append(self._digester.submit(self._digest, index))
 
-    # Digest thread ----------------------------------------------------------------------------------------------------
+    # Digest threads ---------------------------------------------------------------------------------------------------
 
     def _digest(self, index: int) -> None:
         memory = self._arena.bucket(self.slot, index)

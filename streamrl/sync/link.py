@@ -16,6 +16,7 @@ from streamrl.sync import messages as wire
 from streamrl.sync.arrival import Arrival
 from streamrl.sync.staging import Tensors
 from streamrl.sync.transport import Receiver, make_receiver
+from streamrl.sync.workers import in_thread
 
 OnEvent = Callable[[str, dict[str, Any]], None]
 Handle = Callable[[wire.Stage | wire.Commit | wire.Discard], Awaitable[None]]
@@ -79,6 +80,7 @@ class Link:
         """
         await self._end()
         try:
+            await self._reach(stage)
             self._arrival = self._expect(stage)
         except WeightSyncError as error:
             await self._failed(stage, error)
@@ -121,18 +123,30 @@ class Link:
         self._on_event("version_failed", {"version": stage.version, "reason": str(error)})
         await self.send(wire.StageFailed(session=stage.session, update=stage.update, reason=str(error)))
 
-    def _expect(self, stage: wire.Stage) -> Arrival:
+    async def _reach(self, stage: wire.Stage) -> None:
+        """Make this end of the transport, if there is none yet."""
         welcome = self._welcome
         if welcome is None or welcome.session != stage.session:
             raise WeightSyncError(f"{self.name} has no Welcome of session {stage.session}")
-        if self._receiver is None:
-            welcome.manifest.check()
-            self._receiver = make_receiver(
-                welcome.transport, welcome.address, welcome.manifest, member=self.name, timeout_s=self._timeout_s
-            )
+        if self._receiver is not None:
+            return
+        welcome.manifest.check()
+        receiver = make_receiver(
+            welcome.transport, welcome.address, welcome.manifest, member=self.name, timeout_s=self._timeout_s
+        )
+        try:
+            await in_thread(receiver.reserve)
+        except BaseException:  # whatever it is, also a cancellation: its memory must not stay
+            receiver.close()
+            raise
+        self._receiver = receiver
+
+    def _expect(self, stage: wire.Stage) -> Arrival:
+        assert self._welcome is not None, "it was looked for"
+        assert self._receiver is not None, "it was made"
         has_base = stage.base >= 0 and self._held.get(1 - stage.slot) == stage.base
         self._held.pop(stage.slot, None)
-        return Arrival(stage, welcome.manifest, self._receiver, has_base)
+        return Arrival(stage, self._welcome.manifest, self._receiver, has_base)
 
     async def _enter(self, welcome: wire.Welcome) -> None:
         """Turn to the session of ``welcome``; nothing changes if it is the one of before."""

@@ -20,7 +20,7 @@ both, so that a late word of an attempt that is over is told apart. An undecodab
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -31,6 +31,9 @@ WIRE_SCHEMA = 2
 
 FRAME_LIMIT = 64 << 20
 """Bytes of one frame; ZeroMQ drops the connection of a peer that sends more. A manifest takes about 100 per tensor."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 class Message(msgspec.Struct, tag=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +60,7 @@ class BucketEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
     digest: int
     """xxh3-64 of its bytes."""
-    payload_bytes: int
+    payload_bytes: _Count
     """What travels: its bytes, or their code against the base."""
     delta: bool
 
@@ -65,13 +68,13 @@ class BucketEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 class Stage(Message):
     session: str
     update: int
-    version: int
-    slot: int
-    attempt: int
+    version: _Count
+    slot: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    attempt: _Count
     """Over 0: this member is staged once more."""
     private: bool
     """For this member alone. What lies in shared memory is copied out: the slot may be reused before ``Commit``."""
-    base: int
+    base: Annotated[int, msgspec.Meta(ge=-1)]
     """Version that the codes are against, which lies in the other slot; -1 without codes."""
     buckets: list[BucketEntry]
 
@@ -79,7 +82,7 @@ class Stage(Message):
 class Buckets(Message):
     session: str
     update: int
-    first: int
+    first: _Count
     """Number of the first of them."""
     buckets: list[BucketEntry]
 

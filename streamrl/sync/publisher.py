@@ -157,6 +157,8 @@ class Publisher:
             await self._offer(running)
             await running.done
             if update.phase is Phase.REJECTED:
+                if self.current_version < 0:
+                    raise WeightSyncError(f"version {content.number} was rejected, the first one: {_reasons(update)}")
                 await self._bring_back(update)
         except asyncio.CancelledError:
             if update.phase is Phase.COMMIT:  # some may serve it by now: bring them back
@@ -365,7 +367,8 @@ class Publisher:
     def _message(self, name: str, order: Order, running: _Running) -> wire.Message:
         update = running.update
         if order is Order.COMMIT:
-            return wire.Commit(session=self._slab.session, update=update.number, scores=running.content.scores)
+            scores = running.content.scores if running.content.judged or update.private else []
+            return wire.Commit(session=self._slab.session, update=update.number, scores=scores)
         if order is Order.DISCARD:
             return wire.Discard(session=self._slab.session, update=update.number)
         return wire.Stage(

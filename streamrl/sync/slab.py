@@ -12,6 +12,7 @@ from streamrl.sync.arena import Arena
 from streamrl.sync.content import Content
 from streamrl.sync.manifest import Manifest
 from streamrl.sync.transport import BucketId, make_sender
+from streamrl.sync.workers import worker_count
 
 
 class Slab:
@@ -38,7 +39,7 @@ class Slab:
         self._buckets = len(manifest.buckets)
         self._arena = Arena(manifest)
         self.sender = make_sender(transport, self._arena, endpoint=endpoint, folder=folder, timeout_s=timeout_s)
-        self._digester = ThreadPoolExecutor(1, thread_name_prefix="weights-digest")
+        self._digester = ThreadPoolExecutor(worker_count(), thread_name_prefix="weights-digest")
         self._contents: list[Content | None] = [None, None]
         self._delta = delta
         self._anchor_every = anchor_every

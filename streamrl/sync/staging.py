@@ -44,9 +44,8 @@ def digest_of(memory: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(memory)
 
 
-def require_digest(manifest: Manifest, version: int, index: int, memory: memoryview, expected: int) -> None:
-    """``WeightSyncError`` that names the bucket where its bytes are not what was sent."""
-    own = digest_of(memory)
+def require_digest(manifest: Manifest, version: int, index: int, own: int, expected: int) -> None:
+    """``WeightSyncError`` that names the bucket where its digest is not that of what was sent."""
     if own != expected:
         names = ", ".join(manifest.tensors[piece.tensor].name for piece in manifest.buckets[index].pieces[:3])
         raise WeightSyncError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from streamrl.errors import WeightSyncError
 from streamrl.sync.arena import Arena
 from streamrl.sync.manifest import Manifest
 
@@ -79,6 +80,13 @@ class Receiver(Protocol):
     in_place: bool
     """Whether ``memory`` is the publisher's own: complete as soon as it was offered, and read-only."""
 
+    def reserve(self) -> None:
+        """Take the memory: once, before anything else but ``close``. Blocking: for a worker thread.
+
+        Raises ``WeightSyncError`` where it cannot be had.
+        """
+        return
+
     def memory(self, slot: int) -> memoryview:
         """The bytes of one slot in this host's memory; ``manifest.slot_bytes`` of them."""
         ...
@@ -124,12 +132,15 @@ def make_sender(name: str, arena: Arena, *, endpoint: str, folder: Path, timeout
     if name == "nixl":
         from streamrl.sync.transports.nixl_pull import NixlSender
 
-        return NixlSender(arena)
+        return NixlSender(arena, endpoint, timeout_s)
     raise AssertionError(f"no transport is called {name!r}")
 
 
 def make_receiver(name: str, address: str, manifest: Manifest, *, member: str, timeout_s: float) -> Receiver:
-    """A member's end of the transport that Welcome names. Raises ``WeightSyncError`` when it cannot be reached."""
+    """A member's end of the transport that Welcome names.
+
+    Raises ``WeightSyncError`` when it cannot be reached, or there is none of that name here.
+    """
     if name == "shm":
         from streamrl.sync.transports.shm import ShmReceiver
 
@@ -150,4 +161,4 @@ def make_receiver(name: str, address: str, manifest: Manifest, *, member: str, t
         from streamrl.sync.transports.nixl_pull import NixlReceiver
 
         return NixlReceiver(address, manifest, member=member, timeout_s=timeout_s)
-    raise AssertionError(f"no transport is called {name!r}")
+    raise WeightSyncError(f"the publisher sends by {name!r}, which is no transport here: is it of another version?")

@@ -24,10 +24,10 @@ LAYERS = [
     {"staleness", "steering", "parity"},
     {"config"},
     {"validation"},
-    {"ports", "metrics", "sharing", "objective_checks", "engine_checks", "sync_checks"},
+    {"lora", "ports", "metrics", "sharing", "objective_checks", "engine_checks", "sync_checks"},
     {"nixl"},
     {"types", "schema", "objectives", "errors", "clock"},
-    {"objective_params", "sync_schema"},
+    {"objective_params", "lora_schema", "sync_schema"},
     {"__init__"},
 ]
 """From the top: a part imports from the layers below it, and from itself; never from its siblings."""
@@ -40,6 +40,8 @@ LIGHT = (
     "config",
     "types",
     "schema",
+    "lora",
+    "lora_schema",
     "sync_schema",
     "sync_checks",
     "validation",

@@ -1,8 +1,8 @@
 """The model that every engine is tried on, and what its log-probs ought to be, computed without any engine.
 
-A two-layer Qwen3 over the character tokenizer, with weights large enough that distributions are far from flat. The
-reference runs the transformers model and processes its logits token by token in float64; it shares no code with the
-engines. Shapes: ``[T]`` tokens of one sequence, ``[N]`` sampled ones, ``[V]`` vocabulary.
+A two-layer Qwen3, with or without experts, over the character tokenizer; its weights are so large that distributions
+are far from flat. The reference runs the transformers model and processes its logits token by token in float64; it
+shares no code with the engines. Shapes: ``[T]`` tokens of one sequence, ``[N]`` sampled ones, ``[V]`` vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from streamrl.policy.tokenizer import character_tokenizer
 from streamrl.types import SamplingParams
@@ -164,11 +171,27 @@ def distribution(
 
 
 def build_model(
-    folder: Path, *, tied: bool = True, dtype: str = "float32", head_dtype: str = "float32", hidden: int = 64
+    folder: Path,
+    *,
+    tied: bool = True,
+    dtype: str = "float32",
+    head_dtype: str = "float32",
+    hidden: int = 64,
+    experts: int = 0,
 ) -> ConformanceModel:
-    """Write the model to ``folder`` and draw the weight sets. ``dtype`` is that of the body and of the tensors sent."""
+    """Write the model to ``folder`` and draw the weight sets. ``dtype`` is that of the body and of the tensors sent.
+
+    With ``experts`` it is a mixture of so many, two of them for each token.
+    """
     tokenizer = character_tokenizer()
-    config = Qwen3Config(
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    }
+    kind, model_class = (Qwen3MoeConfig, Qwen3MoeForCausalLM) if experts else (Qwen3Config, Qwen3ForCausalLM)
+    config = kind(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -182,9 +205,10 @@ def build_model(
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype=dtype,
+        **(mixture if experts else {}),
     )
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    model = Qwen3ForCausalLM(config).to(torch_dtype).eval()  # type: ignore[arg-type]
+    model = model_class(config).to(torch_dtype).eval()  # type: ignore[arg-type]
     model.load_state_dict(_draw(model, seed=99), strict=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -210,6 +234,6 @@ def _draw(model: PreTrainedModel, seed: int) -> Weights:
         if parameter.ndim == 1:
             drawn = torch.rand(parameter.shape, generator=generator) + 0.5
         else:
-            drawn = torch.randn(parameter.shape, generator=generator) * 2 / math.sqrt(parameter.shape[1])
+            drawn = torch.randn(parameter.shape, generator=generator) * 2 / math.sqrt(parameter.shape[-1])
         weights[name] = drawn.to(parameter.dtype)
     return weights

@@ -86,13 +86,17 @@ class Host:
         self.endpoint = endpoint
         self.engine = hosted(engine)
         self.events: list[tuple[str, dict[str, Any]]] = []
+        self.require_intact: Callable[[], None] = lambda: None
         self.server: EngineServer
         self._slots = slots
         self._task: asyncio.Task[None]
 
     def begin(self, *, serve: bool = True) -> None:
         """``serve``: the engine has its weights; else it waits for ``server.open``."""
-        self.server = EngineServer(self.endpoint, self.engine, self._slots, RealClock(), self._event, self._fatal)
+        self.server = EngineServer(
+            self.endpoint, self.engine, self._slots, RealClock(), self._event, self._fatal,
+            require_intact=lambda: self.require_intact(),
+        )  # fmt: skip
         self.server.bind()
         self._task = asyncio.create_task(self.server.run())
         if serve:
@@ -100,8 +104,11 @@ class Host:
 
     async def die(self) -> None:
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
+
+    async def ended(self) -> None:
+        """Return or raise what the server's ``run`` does."""
+        await self._task
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         self.events.append((name, fields))
@@ -149,7 +156,7 @@ class Shared:
         return await self.pool.generate(prompt_ids, params)
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-        return await self.pool.score(token_ids, temperature)
+        return await self.hosts[0].engine.score(token_ids, temperature)
 
     async def pause(self) -> None:
         await self.hosts[0].engine.pause()
@@ -164,7 +171,7 @@ class Shared:
         return self.pool.statistics()
 
     def facts(self) -> EngineFacts:
-        return self.pool.facts()
+        return self.hosts[0].engine.facts()
 
     async def close(self) -> None:
         for task in self._following:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +12,17 @@ import numpy as np
 import pytest
 import torch
 from conformance_model import distribution
+from sglang_support import ABLE, Recorded, answer, engine_over
 
 from streamrl.config import load_config
-from streamrl.engines.blueprint import Blueprint
 from streamrl.engines.sglang.arguments import arguments, bare_model, flags
-from streamrl.engines.sglang.engine import SglangEngine
-from streamrl.engines.sglang.processor import HEAD_DTYPES, PROBE, Processor, wanted
+from streamrl.engines.sglang.processor import HEAD_DTYPES, HEAD_PROBE, Processor, wanted
 from streamrl.engines.sglang.requests import Abilities, generation, request
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.engines.sglang.weights import BUCKET_BYTES, buckets
 from streamrl.errors import ActorDied, ConfigError, DivergedError
 from streamrl.types import SamplingParams
 
-ABLE = Abilities(processes=True, overlaps=False, caches=False, masks=100, copies=1)
 PROMPT, SAID = [3, 4, 5, 3], [6, 6, 1]
 
 
@@ -60,7 +57,7 @@ def test_sglang_samples_alone_where_nothing_is_truncated_or_penalised(params: Sa
 @pytest.mark.parametrize("dtype", HEAD_DTYPES)
 def test_the_probe_tells_the_narrowest_dtype_that_holds_the_logits(dtype: torch.dtype) -> None:
     logits = torch.randn((1, 50), generator=torch.Generator().manual_seed(1)).to(dtype).float()
-    assert HEAD_DTYPES[int(Processor()(logits, [PROBE]).argmax())] == dtype
+    assert HEAD_DTYPES[int(Processor()(logits, [HEAD_PROBE]).argmax())] == dtype
 
 
 def test_a_request_names_its_own_end_and_never_sglangs() -> None:
@@ -81,13 +78,13 @@ def test_a_request_names_its_own_end_and_never_sglangs() -> None:
 def test_a_server_without_the_processor_is_not_asked_for_what_it_means_otherwise(
     params: SamplingParams, reason: str
 ) -> None:
-    unable = Abilities(processes=False, overlaps=False, caches=False, masks=100, copies=1)
+    unable = Abilities(processes=False, overlaps=False, caches=False, masks=100, copies=1, loads_memory=False)
     with pytest.raises(ValueError, match=f"{reason}.*--enable-custom-logit-processor"):
         request("r", PROMPT, params, 10, 104, unable)
 
 
 def test_penalties_are_refused_where_the_sampler_runs_ahead_and_truncation_is_not() -> None:
-    ahead = Abilities(processes=True, overlaps=True, caches=False, masks=100, copies=1)
+    ahead = Abilities(processes=True, overlaps=True, caches=False, masks=100, copies=1, loads_memory=False)
     with pytest.raises(ValueError, match="async_scheduling=false"):
         request("r", PROMPT, SamplingParams(repetition_penalty=1.1), 10, 104, ahead)
     assert "custom_logit_processor" in request("r", PROMPT, SamplingParams(top_k=3), 10, 104, ahead)
@@ -96,13 +93,6 @@ def test_penalties_are_refused_where_the_sampler_runs_ahead_and_truncation_is_no
 def test_a_temperature_that_sglang_takes_for_greedy_is_refused() -> None:
     with pytest.raises(ValueError, match="takes it for 0"):
         request("r", PROMPT, SamplingParams(temperature=1e-7), 10, 104, ABLE)
-
-
-def answer(tokens: list[int], reason: dict[str, Any], spans: list[tuple[str, int, int]]) -> dict[str, Any]:
-    labels = [{"version": version, "start": start, "end": end} for version, start, end in spans]
-    logprobs = [[-0.5 * token, token, None] for token in tokens]
-    meta = {"finish_reason": reason, "output_token_logprobs": logprobs, "weight_versions": labels}
-    return {"output_ids": tokens, "meta_info": meta}
 
 
 def read(given: dict[str, Any], params: SamplingParams | None = None) -> Any:
@@ -206,45 +196,6 @@ def test_settings_that_contradict_each_other_are_refused_with_the_way_out(overri
         load_config(overrides=["engine=sglang", *overrides])
 
 
-class Recorded:
-    """``SglangClient`` of a server that answers every request with one token."""
-
-    url = "here"
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-
-    async def post(self, path: str, body: dict[str, Any], within_s: float | None = None) -> Any:
-        self.asked.append((path, body))
-        if path != "/generate":
-            return None
-        counted = {
-            "prompt_tokens": 3,
-            "cached_tokens": 0,
-            "num_retractions": 0,
-            "output_token_ids_logprobs": [[[-1.0]]],
-        }
-        one = answer([5], {"type": "length"}, [("0", 0, 1)])
-        one["meta_info"] |= counted | {"input_token_logprobs": [[None], [-1.0], [-1.0]]}
-        return one if isinstance(body["input_ids"][0], int) else [one] * len(body["input_ids"])
-
-    async def get(self, path: str) -> Any:
-        return {"loads": [{"token_usage": 0.0}]}
-
-    async def close(self) -> None:
-        pass
-
-    def generated(self) -> list[dict[str, Any]]:
-        return [body for path, body in self.asked if path == "/generate"]
-
-
-def engine_over(client: Recorded, *, caches: bool) -> SglangEngine:
-    blueprint = Blueprint({}, torch.float32, 104, None)
-    engine = SglangEngine(load_config(overrides=["engine=sglang"]), client, None, blueprint, str)  # type: ignore[arg-type]
-    engine._abilities = replace(ABLE, caches=caches)
-    return engine
-
-
 @pytest.mark.parametrize("caches", [True, False])
 def test_whatever_may_read_the_prefix_cache_has_the_key_of_the_serving_weights(caches: bool) -> None:
     client = Recorded()
@@ -254,7 +205,7 @@ def test_whatever_may_read_the_prefix_cache_has_the_key_of_the_serving_weights(c
         await engine.generate([9, 10, 11], SamplingParams(max_tokens=1))
         await engine.score([9, 10, 11])
         await engine.score([9, 10, 11], 0.7)
-        assert [body.get("extra_key") for body in client.generated()] == [engine._salt if caches else None] * 3
+        assert [body.get("extra_key") for body in client.generated()] == [engine._calls.salt if caches else None] * 3
 
     asyncio.run(run())
 
@@ -268,12 +219,10 @@ def test_a_request_that_waited_for_an_update_waits_for_the_next_one_that_follows
         task = asyncio.create_task(engine.generate([9, 10, 11], SamplingParams(max_tokens=1)))
         await asyncio.wait([task], timeout=0.05)  # nothing to wait for: that nothing happens is the point
         await engine.resume()
-        engine._resumed.clear()  # as ``pause`` does first
-        engine._paused = True
+        engine._calls.pause()  # as ``pause`` does first
         await asyncio.wait([task], timeout=0.05)
         assert client.generated() == []
-        engine._paused = False
-        engine._resumed.set()
+        engine._calls.resume()
         await task
 
     asyncio.run(run())

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
-from shared_support import Scripted, sharing
+from shared_support import Scripted, Shared, sharing
 
 from streamrl.buffers.links.link_zmq import ClientLink
 from streamrl.buffers.wire.messages import PublishedRequest
 from streamrl.engines import serving
 from streamrl.errors import EngineLost, StreamRLError, WireError
+from streamrl.ports import StagesWeights, TellsDigests
 from streamrl.types import Generation, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=2)
+
+
+async def what_was_sent_has_arrived(shared: Shared) -> None:
+    """Requests are taken in the order in which they come: this one is refused after those before it."""
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        await shared.generate([], PARAMS)
 
 
 def test_a_request_of_a_dead_engine_is_sampled_by_another():
@@ -85,14 +92,12 @@ def test_an_engine_that_pauses_for_long_is_as_alive_as_any_and_its_requests_go_o
             assert remote.state.paused
             while_paused = [asyncio.create_task(shared.generate([seed], PARAMS)) for seed in range(20)]
             await engine.holds(21)  # it takes requests, and answers questions, however long it stands still
-            scored = asyncio.create_task(shared.score([1, 2]))
             assert not asked.done()
             await shared.load(1, {})
             await shared.resume()
             engine.finish()
             for each in (asked, *while_paused):
                 assert (await each).versions == [(1, 2)]
-            assert (await scored).tolist() == [1.0, 1.0]
 
     asyncio.run(scenario())
 
@@ -105,8 +110,8 @@ def test_cancelling_a_request_cancels_it_at_the_engine():
             await engine.holds(2)
             asked[0].cancel()
             await asyncio.wait(asked[:1])
-            await shared.score([1])  # what was sent before it has arrived
-            await shared.score([1])
+            await what_was_sent_has_arrived(shared)
+            await what_was_sent_has_arrived(shared)
             assert list(engine.under_way.values()) == [[2]]
             engine.finish()
             assert len((await asked[1]).token_ids) == 2
@@ -122,7 +127,7 @@ def test_the_requests_of_a_rollouter_that_died_are_forgotten_and_those_of_others
             asked = asyncio.create_task(shared.generate([1], PARAMS)), asyncio.create_task(other.generate([2], PARAMS))
             await engine.holds(2)
             shared.hosts[0].server.forget("rollouter-1.0")
-            await shared.score([1])
+            await what_was_sent_has_arrived(shared)
             assert list(engine.under_way.values()) == [[1]]
             engine.finish()
             await asked[0]
@@ -150,7 +155,7 @@ def test_a_malformed_request_is_counted_and_ends_nothing():
                 await link.request(PublishedRequest(1), what="nonsense")
             link.close()
             assert [name for name, _ in shared.hosts[0].events] == ["malformed_frame"]
-            assert (await shared.score([1, 2], 0.5)).tolist() == [0.5, 0.5]
+            await what_was_sent_has_arrived(shared)
 
     asyncio.run(scenario())
 
@@ -198,7 +203,7 @@ def test_a_pool_that_was_closed_says_so():
     asyncio.run(scenario())
 
 
-def test_statistics_and_facts_are_the_engines():
+def test_statistics_are_the_engines():
     async def scenario() -> None:
         engine = Scripted()
         async with sharing(engine) as shared:
@@ -208,7 +213,6 @@ def test_statistics_and_facts_are_the_engines():
             engine.finish()
             await asked
             assert (shared.statistics().preemptions, shared.statistics().version) == (3, 5)
-            assert shared.facts() == engine.facts()
 
     asyncio.run(scenario())
 
@@ -240,24 +244,38 @@ def test_what_was_withdrawn_before_the_engine_has_weights_counts_until_then(monk
     asyncio.run(scenario())
 
 
-def test_a_score_waits_for_the_end_of_a_second_update_that_follows_at_once():
-    class Strict(Scripted):
-        async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
-            assert not self.paused, "some engines compute nothing then"
-            return await super().score(token_ids, temperature)
+class Telling(Scripted):
+    async def digests(self) -> dict[str, int]:
+        return {"weight": 7}
 
+
+class Staging(Scripted):
+    staged: int | None = None
+
+    async def stage(self, version: int, tensors: Mapping[str, object]) -> None:
+        self.staged = version
+
+    def unstage(self) -> None:
+        self.staged = None
+
+
+class Both(Telling, Staging):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Scripted, Telling, Staging, Both])
+def test_an_engine_that_is_shared_can_what_it_could_alone(kind: type[Scripted]):
     async def scenario() -> None:
-        async with sharing(Strict()) as shared:
-            await shared.pause()
-            scored = asyncio.create_task(shared.score([1, 2]))
-            with pytest.raises(ValueError, match="the prompt is empty"):  # what was sent before it has arrived
-                await shared.generate([], PARAMS)
-            await shared.resume()
-            await shared.pause()
-            with pytest.raises(ValueError, match="the prompt is empty"):
-                await shared.generate([], PARAMS)
-            assert not scored.done()
-            await shared.resume()
-            assert (await scored).tolist() == [1.0, 1.0]
+        engine = kind()
+        shared = serving.hosted(engine)
+        assert isinstance(shared, TellsDigests) == isinstance(engine, TellsDigests)
+        assert isinstance(shared, StagesWeights) == isinstance(engine, StagesWeights)
+        if isinstance(shared, TellsDigests):
+            assert await shared.digests() == {"weight": 7}
+        if isinstance(shared, StagesWeights):
+            await shared.stage(3, {})
+            assert engine.staged == 3
+            shared.unstage()
+            assert engine.staged is None
 
     asyncio.run(scenario())

@@ -13,14 +13,14 @@ from streamrl.config import load_config
 from streamrl.engines.blueprint import Blueprint
 from streamrl.engines.vllm.engine import require_vllm
 from streamrl.engines.vllm.settings import engine_arguments, start_environment
-from streamrl.engines.vllm.shelf import Shelf, ShelfReader
 from streamrl.errors import ConfigError
+from streamrl.sync.names import same_names
 
 TEXT = SimpleNamespace(
     max_position_embeddings=4096, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2, head_dim=16,
     hidden_size=64,
 )  # fmt: skip
-BLUEPRINT = Blueprint({}, torch.bfloat16, 100, TEXT)
+BLUEPRINT = Blueprint({}, torch.bfloat16, 100, TEXT, same_names({}), {})
 
 
 def arguments(*overrides: str, cpu: bool = True) -> dict:
@@ -86,39 +86,6 @@ def test_a_missing_vllm_is_one_line_with_the_way_out(monkeypatch: pytest.MonkeyP
 def test_an_argument_that_a_setting_decides_is_refused(override: str, message: str):
     with pytest.raises(ConfigError, match=message):
         load_config(overrides=["engine=vllm", override])
-
-
-def versions(seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return {
-        "matrix": torch.randn(5, 7), "half": torch.randn(3, dtype=torch.bfloat16), "none": torch.empty(0, 4),
-        "scalar": torch.randn(()), "column": torch.randn(4, 6).T,
-    }  # fmt: skip
-
-
-def test_weights_cross_the_shelf_unchanged_version_after_version():
-    shelf, reader = Shelf(), ShelfReader()
-    for seed in (1, 2, 3):
-        put = versions(seed)
-        found = reader.views(**shelf.put(put))
-        assert found.keys() == put.keys()
-        assert all(
-            torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in put.items()
-        )
-    shelf.close()
-
-
-def test_a_shelf_serves_another_set_of_weights_in_new_memory_and_leaves_nothing_open():
-    before = set(os.listdir("/proc/self/fd"))
-    shelf, reader = Shelf(), ShelfReader()
-    reader.views(**shelf.put(versions(1)))
-    larger = {"matrix": torch.arange(1000.0)}
-    assert torch.equal(reader.views(**shelf.put(larger))["matrix"], larger["matrix"])
-    shelf.close()
-    shelf.close()
-    del shelf, reader
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert not [name for name in os.listdir("/dev/shm") if "streamrl" in name]
 
 
 def test_a_blueprint_lists_the_parameters_that_transformers_lists(tmp_path: Path):

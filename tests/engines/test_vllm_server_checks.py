@@ -40,9 +40,12 @@ EVERY_FLAG = (
 )
 
 
-def refusal(info: dict[str, Any] | None = INFO, metrics: str = METRICS, generates: int = 400) -> str:
+def refusal(
+    info: dict[str, Any] | None = INFO, metrics: str = METRICS, generates: int = 400, adapted: tuple[str, ...] = ()
+) -> str:
     """What a server is refused with that answers so; empty: it is not. ``info`` of None: not in development mode."""
     config = load_config(overrides=["engine=vllm", "engine.slots=16", "model.max_length=256"])
+    config.model.lora.rank = 9 if adapted else 0
 
     async def run() -> None:
         async def told(request: web.Request) -> web.StreamResponse:
@@ -62,7 +65,7 @@ def refusal(info: dict[str, Any] | None = INFO, metrics: str = METRICS, generate
         await site.start()
         client = ServerClient("vLLM", f"http://127.0.0.1:{runner.addresses[0][1]}", "", key_statuses=(401,))
         try:
-            await checked_info(client, config)
+            await checked_info(client, config, adapted)
         finally:
             await client.close()
             await runner.cleanup()
@@ -98,6 +101,31 @@ def test_what_is_wrong_is_refused_with_the_flag_that_rights_it(section: str, nam
     info = copy.deepcopy(INFO)
     info["vllm_config"][section][name] = value
     assert refusal(info).endswith(f"start it with {flag}")
+
+
+def with_adapters(**changes: object) -> dict[str, Any]:
+    info = copy.deepcopy(INFO)
+    info["vllm_env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = True
+    info["vllm_config"]["load_config"] = {"load_format": "auto"}
+    room = {"max_loras": 1, "max_lora_rank": 16, "target_modules": ["q_proj", "down_proj"]}
+    info["vllm_config"]["lora_config"] = room | changes
+    return info
+
+
+def test_a_server_for_adapters_has_the_base_room_for_the_rank_and_just_the_layers():
+    adapted = ("down_proj", "q_proj")
+    assert refusal(with_adapters(), adapted=adapted) == ""
+    assert refusal(with_adapters(max_lora_rank=8), adapted=adapted).endswith("start it with --max-lora-rank 16")
+    every = with_adapters(target_modules=None)
+    every["vllm_config"]["load_config"]["load_format"] = "dummy"
+    assert refusal(every, adapted=adapted).endswith(
+        "start it with --lora-target-modules down_proj q_proj --load-format auto"
+    )
+    assert refusal(INFO, adapted=adapted).endswith(
+        "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 --enable-lora --max-lora-rank 16 "
+        "--lora-target-modules down_proj q_proj --load-format auto"
+    )
+    assert refusal(with_adapters()).endswith("start it without --enable-lora")
 
 
 def test_everything_that_is_missing_is_said_at_once():

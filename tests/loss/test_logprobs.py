@@ -56,6 +56,19 @@ def test_gradients_are_those_of_finite_differences(chunk):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_head_gets_no_gradient_and_passes_the_same_one_on(dtype):
+    found = []
+    for trained in (True, False):
+        hidden, weight, bias, targets = inputs(dtype=dtype)
+        hidden.requires_grad_()
+        weight.requires_grad_(trained), bias.requires_grad_(trained)
+        token_logprobs(hidden, weight, targets, 0.7, bias).logprobs.sum().backward()
+        found.append(hidden.grad)
+        assert (weight.grad is not None, bias.grad is not None) == (trained, trained)
+    assert torch.equal(*found)
+
+
 def test_a_tied_weight_gets_the_gradient_of_both_uses():
     _, weight, _, targets = inputs(vocab=11, hidden=8, dtype=torch.float64)
     weight.requires_grad_()

@@ -93,3 +93,25 @@ def reference_logprobs(model, one: Trajectory, temperature: float = 1.0) -> torc
     tokens = torch.tensor(one.tokens, dtype=torch.int64)
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double() / temperature
     return torch.log_softmax(logits, dim=-1).gather(1, tokens[1:, None]).squeeze(1)
+
+
+def reference_step(model, config, groups, oldest_allowed=3):
+    """Truncated importance sampling on one trajectory at a time, then torch's plain AdamW."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for each in groups:
+        for one, advantage, weight in zip(each.trajectories, each.advantages, each.token_weights, strict=True):
+            versions = np.repeat(*np.array(one.versions).reshape(-1, 2).T)
+            trained = np.flatnonzero(one.sampled)[versions >= oldest_allowed]
+            if not len(trained):
+                continue
+            current = reference_logprobs(model, one)[trained - 1]
+            ratio = (current.detach() - torch.tensor(one.behaviour[trained]).double()).exp().clamp(max=5.0)
+            loss = loss - (weight * ratio * advantage * current).sum()
+    loss.backward()
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)
+    t = config.trainer
+    torch.optim.AdamW(
+        model.parameters(), lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay
+    ).step()
+    return float(loss.detach()), norm

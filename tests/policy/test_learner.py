@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from learner_cases import batch, distance, group, reference_logprobs, settings, tiny_model, trajectory, varied_groups
+from learner_cases import (
+    batch,
+    distance,
+    group,
+    reference_logprobs,
+    reference_step,
+    settings,
+    tiny_model,
+    trajectory,
+    varied_groups,
+)
 
 from streamrl.errors import ConfigError, DivergedError, StalenessError
 from streamrl.metrics import KEYS
@@ -23,28 +33,6 @@ def state(model):
 def assert_same(model, before):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0, msg=name)
-
-
-def reference_step(model, config, groups, oldest_allowed=3):
-    """Truncated importance sampling on one trajectory at a time, then torch's plain AdamW."""
-    loss = torch.zeros((), dtype=torch.float64)
-    for each in groups:
-        for one, advantage, weight in zip(each.trajectories, each.advantages, each.token_weights, strict=True):
-            versions = np.repeat(*np.array(one.versions).reshape(-1, 2).T)
-            trained = np.flatnonzero(one.sampled)[versions >= oldest_allowed]
-            if not len(trained):
-                continue
-            current = reference_logprobs(model, one)[trained - 1]
-            ratio = (current.detach() - torch.tensor(one.behaviour[trained]).double()).exp().clamp(max=5.0)
-            loss = loss - (weight * ratio * advantage * current).sum()
-    loss.backward()
-    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters()))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), config.trainer.max_grad_norm)
-    t = config.trainer
-    torch.optim.AdamW(
-        model.parameters(), lr=t.lr, betas=(t.beta1, t.beta2), eps=t.eps, weight_decay=t.weight_decay
-    ).step()
-    return float(loss.detach()), norm
 
 
 @pytest.mark.parametrize("max_grad_norm", [1e9, 0.01])

@@ -9,7 +9,8 @@ from learner_cases import batch, group, settings, tiny_model, trajectory, varied
 
 from streamrl.policy.learner import Learner
 from streamrl.policy.packing import pack
-from streamrl.policy.precision import as_sent, forward, freeze
+from streamrl.policy.precision import forward, freeze
+from streamrl.policy.trained import as_sent
 
 BF16 = torch.bfloat16
 

@@ -100,7 +100,7 @@ def objective(name: str, mesh, micro_batches: list[list[TrainGroup]], tied: bool
     config.loss = load_config(None, [f"loss={name}", *OBJECTIVES[name]]).loss
     learner = Learner(config, tiny_model(tied), mesh)
     metrics = learner.step(batch(*micro_batches))
-    masters = {name: tensor.clone() for name, tensor in full_parameters(learner.model)}
+    masters = {name: tensor.clone() for name, tensor in full_parameters(learner.model.named_parameters())}
     sent = {tensor.dtype for _, tensor in learner.full_parameters()}
     return {"metrics": metrics, "parameters": masters, "sent": sent}
 

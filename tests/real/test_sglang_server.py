@@ -17,6 +17,7 @@ import psutil
 import pytest
 from conformance import prompts
 from conformance_model import MAX_LENGTH, ConformanceModel, build_model, distribution
+from file_weights import in_a_file
 from sglang_interpreter import PYTHON, needs_sglang
 
 from streamrl.config import load_config
@@ -144,11 +145,45 @@ def test_a_server_is_taken_over_left_running_and_taken_over_again_though_it_was_
         for which in ("A", "B"):
             async with running.engine() as engine:
                 assert (engine.version, engine.server) == (-1, None)
+                assert engine._sees_shelf, "it is on this machine"
                 await running.install(engine, which)
                 answer = await engine.generate([9, 10], GREEDY)
                 running.check(which, [9, 10], GREEDY, answer)
                 assert answer.versions == [(0, 24)]
                 await engine.pause()
+
+    running.run(run())
+
+
+def test_a_server_that_does_not_see_our_memory_gets_the_weights_by_value(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 1 << 14)  # several of them
+
+    async def run() -> None:
+        async with running.engine() as engine:
+            engine._sees_shelf = False
+            for which in ("A", "B"):
+                await running.install(engine, which)
+                running.check(which, [9, 10], GREEDY, await engine.generate([9, 10], GREEDY))
+
+    running.run(run())
+
+
+def test_a_server_goes_on_with_its_own_copy_when_the_memory_it_read_changes(running: Running) -> None:
+    async def run() -> None:
+        async with running.engine() as engine:
+            arrived = in_a_file(running.model.weights["A"])
+            await engine.pause()
+            await engine.load(0, arrived)
+            for name, tensor in running.model.weights["B"].items():
+                arrived[name].copy_(tensor)
+            await engine.resume()
+            running.check("A", [9, 10], GREEDY, await engine.generate([9, 10], GREEDY))
+            await engine.pause()
+            await engine.load(1, arrived)
+            await engine.resume()
+            running.check("B", [9, 10], GREEDY, await engine.generate([9, 10], GREEDY))
 
     running.run(run())
 
@@ -215,7 +250,8 @@ def test_a_cancelled_request_frees_its_place_on_the_server(running: Running) -> 
             with pytest.raises(asyncio.CancelledError):
                 await task
             await engine.generate([10], replace(GREEDY, max_tokens=2))
-            async with engine._client._session.post(f"{running.server.url}/flush_cache") as idle:
+            # Right after an answer its batch may still lie there; the cancelled request would take far longer.
+            async with engine._client._session.post(f"{running.server.url}/flush_cache?timeout=0.3") as idle:
                 assert idle.status == 200, "the cache can be flushed when nothing is under way"
 
     running.run(run())
@@ -231,13 +267,19 @@ def test_a_score_is_refused_while_paused_rather_than_waited_for(running: Running
     running.run(run())
 
 
-def test_an_engine_that_was_half_loaded_never_resumes(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sees", "broken", "nth"), [(True, "/end_weight_update", 1), (False, "/update_weights_from_tensor", 3)]
+)
+def test_an_engine_that_was_half_loaded_never_resumes(
+    running: Running, monkeypatch: pytest.MonkeyPatch, sees: bool, broken: str, nth: int
+) -> None:
     monkeypatch.setattr(weights, "BUCKET_BYTES", 1 << 14)
     sent = 0
 
     async def run() -> None:
         nonlocal sent
         async with running.engine() as engine:
+            engine._sees_shelf = sees
             await running.install(engine, "A")
             task = asyncio.ensure_future(engine.generate([9], SamplingParams(max_tokens=MAX_LENGTH - 10)))
             await engine.generate([10], replace(GREEDY, max_tokens=1))
@@ -246,8 +288,8 @@ def test_an_engine_that_was_half_loaded_never_resumes(running: Running, monkeypa
 
             async def break_off(path: str, body: object, **rest: Any) -> Any:
                 nonlocal sent
-                sent += path == "/update_weights_from_tensor"
-                if sent == 3:
+                sent += path == broken
+                if sent == nth:
                     raise ActorDied("the network is gone")
                 return await post(path, body, **rest)
 

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
@@ -25,8 +14,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 from conformance import GREEDY, SHAPES, SLOTS, EngineCase, generate_all, prompts
 from conformance_ending import EndingConformance
 from conformance_life import LifeConformance
-from conformance_model import MAX_LENGTH, ConformanceModel, build_model
+from conformance_model import MAX_LENGTH, build_model
 from conformance_weights import WeightConformance
+from file_weights import in_a_file
+from urls_support import check_a_run_that_outlives_its_host
+from vllm_server import DEADLINE_S, KEY, Server, running_server
 from vllm_support import settings
 
 from streamrl.config import load_config
@@ -37,121 +29,18 @@ from streamrl.ports import Engine
 
 pytestmark = pytest.mark.timeout(900)
 
-DEADLINE_S = 400.0
-KEY = "a key of the test"
-FLAGS = (
-    "--dtype=float32", '--hf-overrides={"head_dtype": "float32"}', "--logprobs-mode=processed_logprobs",
-    f"--max-model-len={MAX_LENGTH + 1}", f"--max-num-seqs={SLOTS}", "--no-async-scheduling",
-    "--worker-extension-cls=streamrl.engines.vllm.worker.WorkerExtension",
-    '--weight-transfer-config={"backend": "streamrl"}', "--enable-scale-out", "--enable-prompt-tokens-details",
-    "--enable-prefix-caching", "--load-format=dummy", "--enforce-eager", f"--kv-cache-memory-bytes={64 << 20}",
-)  # fmt: skip
-"""With a cache of prefixes, which is what a server on a GPU has unless it is told otherwise."""
-ENVIRONMENT = {
-    "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
-    "VLLM_API_KEY": KEY, "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}  # fmt: skip
-DIE_WITH_PARENT = """\
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *sys.argv[1:]])
-"""
-
-
-@dataclass
-class Server:
-    """vLLM's command of the same name does not start where it was installed as ``vllm-cpu``; its module does."""
-
-    model: ConformanceModel
-    url: str
-    process: subprocess.Popen[bytes]
-
-    def kill_core(self, engine: Engine) -> None:
-        """End the processes that hold the model."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            if child.name().startswith("VLLM::"):
-                child.kill()
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = build_model(tmp_path_factory.mktemp("model"), tied=True)
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    # Engines that other tests held in this process have set variables for themselves.
-    untouched = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", DIE_WITH_PARENT, f"--model={model.folder}", "--host=127.0.0.1", f"--port={port}",
-             *FLAGS],
-            stdout=output, stderr=subprocess.STDOUT, env=untouched | ENVIRONMENT, start_new_session=True,
-        )  # fmt: skip
-    server = Server(model, f"http://127.0.0.1:{port}", process)
-    try:
-        wait_until_ready(server, log)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(KEY_VARIABLE, KEY)
-            yield server
-    finally:
-        left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in psutil.wait_procs(left, timeout=20)[1]:
-            child.kill()
-
-
-def wait_until_ready(server: Server, log: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline and server.process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{server.url}/health", timeout=5):
-                return
-        except (urllib.error.URLError, TimeoutError):
-            time.sleep(0.2)  # the server of another program has no event to wait on
-    pytest.fail(f"vLLM's server did not start: {log.read_text()[-2000:]}")
-
-
-def run_lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-
-def launch(server: Server, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "streamrl.cli", "launch", "--run-dir", str(folder), f"model.name={server.model.folder}",
-         "model.max_length=64", "sampling.max_tokens=8", "env=ring_envs:Digits", "group.size=4", "group.per_step=4",
-         f"engine.slots={SLOTS}", "engine=vllm", f"engine.urls=[{server.url}]", "eval.tasks=0", "wandb=disabled",
-         *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parents[1] / "ring",
-    )  # fmt: skip
+    with running_server(model, tmp_path_factory.mktemp("log") / "server.log", "--load-format=dummy") as server:
+        yield server
 
 
 def test_rollouters_share_a_running_server_which_outlives_its_host_and_the_run(server: Server, tmp_path: Path):
-    folder = tmp_path / "run"
-    run = launch(server, folder, "--rollouts", "2", "--steps", "8")
-    try:
-        deadline = time.monotonic() + DEADLINE_S
-        while len(run_lines(folder / "metrics.jsonl")) < 2 and run.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)  # a file written by another process has no event to wait on
-        ready = {each["actor"]: each for each in run_lines(folder / "events.jsonl") if each["event"] == "actor_ready"}
-        if run.poll() is None:
-            assert ready["engine-0"]["url"] == server.url
-            os.kill(ready["engine-0"]["pid"], signal.SIGKILL)
-        output, _ = run.communicate(timeout=DEADLINE_S)
-    finally:
-        run.kill()
-    assert run.returncode == 0, output
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["restarts"]) == ("completed", 8, 1)
-    assert (summary["groups"]["lost"], summary["groups"]["duplicates_trained"]) == (0, 0)
-    assert all(gate["passed"] for gate in summary["parity"].values())
-    assert max(line["mismatch/rms"] for line in run_lines(folder / "metrics.jsonl")) <= 1e-4
+    check_a_run_that_outlives_its_host(
+        "vllm", server.url, server.model.folder, tmp_path / "run", "eval.tasks=0", deadline_s=DEADLINE_S, env={}
+    )
     assert server.process.poll() is None
 
 
@@ -207,6 +96,24 @@ def test_a_server_that_was_left_paused_in_the_middle_of_an_update_is_taken_over(
         for which in ("B", "A"):
             await engine_case.install(which)
             await generate_all(engine_case, [(prompt, GREEDY) for prompt in prompts(4, seed=40)])
+
+    engine_case.run(run())
+
+
+def test_a_server_goes_on_with_its_own_copy_when_the_memory_it_read_changes(engine_case: EngineCase):
+    weights = engine_case.model.weights
+
+    async def run() -> None:
+        engine, arrived, version = engine_case.engine, in_a_file(weights["A"]), engine_case.engine.version + 1
+        for which, other in (("A", "B"), ("B", "A")):
+            await engine.pause()
+            await engine.load(version, arrived)
+            engine_case.sets[version] = which
+            for name, tensor in weights[other].items():
+                arrived[name].copy_(tensor)
+            await engine.resume()
+            await generate_all(engine_case, [(prompt, GREEDY) for prompt in prompts(4, seed=41)])
+            version += 1
 
     engine_case.run(run())
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,8 +38,10 @@ class Ring:
     run_dir: Path
     process: subprocess.Popen[str]
     mark: str
+    temporary: Path
+    """Of this run alone, with a short path: addresses of sockets end at 107 characters."""
+    shared_before: set[str] = field(default_factory=lambda: shared_memory())
     output: str = ""
-    sockets_before: set[Path] = field(default_factory=set)
 
     def events(self) -> list[dict[str, Any]]:
         return read_lines(self.run_dir / "events.jsonl")
@@ -95,8 +100,8 @@ class Ring:
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)  # a killed controller's actors end on their own; there is no parent to wait on
         assert self.processes() == {}
-        assert socket_folders() - self.sockets_before == set()
-        assert not [name for name in os.listdir("/dev/shm") if "streamrl" in name]
+        assert list(self.temporary.glob("streamrl-*")) == []
+        assert not [name for name in shared_memory() - self.shared_before if not _is_mapped(name)]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -106,8 +111,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def socket_folders() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("streamrl-*"))
+def shared_memory() -> set[str]:
+    """Named shared memory of runs, and of torch and the engines in them."""
+    return {name for name in os.listdir("/dev/shm") if re.match(r"streamrl|torch_|psm_|sglang_|vllm_", name)}
+
+
+def _is_mapped(name: str) -> bool:
+    """Whether it is another run's: some process has it open."""
+    return any(f"/dev/shm/{name}" in _read(path) for path in Path("/proc").glob("[0-9]*/maps"))
 
 
 def _read(path: Path) -> str:
@@ -131,25 +142,42 @@ class Launcher:
     ) -> Ring:
         mark = f"{MARK}={uuid.uuid4().hex}"
         run_dir = run_dir or self._folder / f"run-{len(self.rings)}"
-        before = socket_folders()
+        temporary = Path(tempfile.mkdtemp(prefix="ring-"))
         process = subprocess.Popen(
             [sys.executable, "-m", "streamrl.cli", command, "--config", config, "--run-dir", str(run_dir),
              *TINY, *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=Path(__file__).parent,
-            env=os.environ | dict([mark.split("=")]),
+            env=os.environ | dict([mark.split("=")]) | {"TMPDIR": str(temporary)},
         )  # fmt: skip
-        ring = Ring(run_dir, process, mark, sockets_before=before)
+        ring = Ring(run_dir, process, mark, temporary)
         self.rings.append(ring)
         return ring
 
 
+@contextmanager
+def launching(folder: Path) -> Iterator[Launcher]:
+    """Launch tiny runs; each is ended and checked for leftovers at the end."""
+    launcher = Launcher(folder)
+    try:
+        yield launcher
+        for ring in launcher.rings:
+            if ring.process.poll() is None:
+                ring.process.terminate()
+                ring.wait()
+            ring.assert_nothing_is_left()
+    finally:
+        for ring in launcher.rings:
+            shutil.rmtree(ring.temporary, ignore_errors=True)
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launcher]:
-    """Launch tiny runs; each is ended and checked for leftovers when the test is over."""
-    launcher = Launcher(tmp_path)
-    yield launcher
-    for ring in launcher.rings:
-        if ring.process.poll() is None:
-            ring.process.terminate()
-            ring.wait()
-        ring.assert_nothing_is_left()
+    with launching(tmp_path) as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="module")
+def launch_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """For a run that several tests of a module look at."""
+    with launching(tmp_path_factory.mktemp("runs")) as launcher:
+        yield launcher

@@ -10,9 +10,16 @@ import pytest
 from streamrl.metrics import EVAL_KEYS, KEYS
 
 
-def test_a_run_completes_and_its_folder_holds_what_the_design_says(launch: Any):
-    ring = launch("--steps", "6", "eval.every=3", "wandb=offline")
+@pytest.fixture(scope="module")
+def completed(launch_for_all: Any) -> Any:
+    """A run of six steps that has ended well."""
+    ring = launch_for_all("--steps", "6", "eval.every=3", "wandb=offline")
     assert ring.wait() == 0, ring.output + ring.logs()
+    return ring
+
+
+def test_a_run_completes_and_its_folder_holds_what_the_design_says(completed: Any):
+    ring = completed
     assert "status: completed" in ring.output.splitlines()
     summary = ring.summary()
     assert (summary["status"], summary["steps"], summary["version"]) == ("completed", 6, 6)
@@ -33,10 +40,8 @@ def test_a_run_completes_and_its_folder_holds_what_the_design_says(launch: Any):
     assert list((ring.run_dir / "wandb").glob("offline-run-*"))
 
 
-def test_every_event_says_when_what_who_and_where(launch: Any):
-    ring = launch("--steps", "2")
-    assert ring.wait() == 0, ring.output
-    events = ring.events()
+def test_every_event_says_when_what_who_and_where(completed: Any):
+    events = completed.events()
     assert all({"time", "event", "actor", "pid", "host"} <= set(event) for event in events)
     names = {event["event"] for event in events}
     assert {"actor_started", "actor_ready", "gate_passed", "version_committed", "evaluated", "run_ended"} <= names

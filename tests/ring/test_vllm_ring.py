@@ -65,6 +65,25 @@ def test_trainer_and_vllm_agree_on_every_step_and_a_killed_rollouter_is_replaced
     assert_group_ends(pid)
 
 
+ADAPTER_BYTES = 2 * 4 * (7 * (32 + 64)) * 4
+"""Two layers, rank 4, both sides of each of 7 linear layers, float32."""
+
+
+@pytest.mark.timeout(900)
+def test_adapters_travel_alone_to_a_vllm_that_two_rollouters_share_and_agree_with_the_trainer(launch: Any):
+    ring = launch(
+        "--steps", "6", "--rollouts", "2", *VLLM, "rollouters_per_engine=2", "model.lora.rank=4", "trainer.lr=1e-2"
+    )
+    assert ring.wait() == 0, ring.output + ring.logs()
+    summary, metrics = ring.summary(), ring.metrics()
+    assert (summary["status"], summary["steps"], summary["restarts"]) == ("completed", 6, 0)
+    assert all(gate["passed"] for gate in summary["parity"].values())
+    assert [line["sync/bytes"] for line in metrics] == [ADAPTER_BYTES] * 6
+    assert max(line["mismatch/rms"] for line in metrics) <= 1e-4
+    assert max(line["mismatch/canary_rms"] for line in metrics) <= 1e-4
+    assert not [each for each in ring.events() if each["event"] in ("version_failed", "version_refused")]
+
+
 @pytest.mark.timeout(600)
 def test_nothing_of_vllm_outlives_a_launch_process_that_was_killed(launch: Any):
     ring = launch("--steps", "100000", *VLLM)

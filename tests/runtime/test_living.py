@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from streamrl import __version__
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
 from streamrl.runtime import interpreter
@@ -82,11 +83,21 @@ def test_an_interpreter_without_the_engine_is_refused_before_anything_starts(
         check_interpreter(settings(f"engine.python={sys.executable}"))
     with pytest.raises(ConfigError, match="engine.python=/no/python: no such program"):
         check_interpreter(settings("engine.python=/no/python"))
-    with pytest.raises(ConfigError, match="engine.python=/bin/false: is no working Python interpreter: no message"):
-        check_interpreter(settings("engine.python=/bin/false"))
+    for program in ("/bin/false", "/bin/true"):
+        with pytest.raises(ConfigError, match=f"engine.python={program}: is no working Python interpreter: no message"):
+            check_interpreter(settings(f"engine.python={program}"))
 
 
 def test_an_interpreter_with_the_engine_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(interpreter.MODULES, "vllm", "json")
     check_interpreter(settings())
     check_interpreter(settings(f"engine.python={sys.executable}"))
+
+
+def test_an_interpreter_with_another_streamrl_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(interpreter.MODULES, "vllm", "json")
+    monkeypatch.setattr(interpreter, "__version__", "7.8.9")
+    check_interpreter(settings())
+    message = f"{sys.executable} has streamrl {__version__}, this run is of 7.8.9; install the same one there"
+    with pytest.raises(ConfigError, match=message):
+        check_interpreter(settings(f"engine.python={sys.executable}"))

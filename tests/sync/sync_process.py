@@ -43,8 +43,8 @@ async def get_stuck(endpoint: str) -> None:
     """Stop for good in the middle of staging, with the publisher's memory mapped."""
     check = Arrival.check
 
-    def stuck(self: Arrival, index: int) -> None:
-        check(self, index)
+    def stuck(self: Arrival, index: int, code: memoryview | None) -> None:
+        check(self, index, code)
         say("verifying")
         threading.Event().wait()
 

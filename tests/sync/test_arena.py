@@ -15,7 +15,7 @@ from sync_support import equal, fill, flip_byte, manifest_of, open_memfds, small
 from streamrl.errors import WeightSyncError
 from streamrl.sync.arena import Arena, ArenaReader, Filling, describe
 from streamrl.sync.manifest import ITEM_BYTES, plan_manifest
-from streamrl.sync.staging import bucket_of, require_digest, slot_memory, tensors_in
+from streamrl.sync.staging import bucket_of, digest_of, require_digest, slot_memory, tensors_in
 
 
 def test_tensors_arrive_bit_for_bit() -> None:
@@ -63,9 +63,9 @@ def test_a_corrupted_bucket_is_named() -> None:
     arena = Arena(manifest)
     entries = fill(arena, 0, 0, {name: torch.zeros(256, dtype=torch.uint8) for name in "abc"})
     flip_byte(arena, 0, manifest.tensors[1].offset + 200)
-    require_digest(manifest, 0, 0, arena.bucket(0, 0), entries[0].digest)
+    require_digest(manifest, 0, 0, digest_of(arena.bucket(0, 0)), entries[0].digest)
     with pytest.raises(WeightSyncError, match=r"version 0: bucket 1 of 3 \(b, …\) is corrupted"):
-        require_digest(manifest, 0, 1, arena.bucket(0, 1), entries[1].digest)
+        require_digest(manifest, 0, 1, digest_of(arena.bucket(0, 1)), entries[1].digest)
 
 
 def test_a_slot_that_is_written_again_is_noticed() -> None:
@@ -163,10 +163,15 @@ def test_views_outlive_both_sides() -> None:
     assert equal(views, weights(model))
 
 
+def named_memory() -> set[str]:
+    """What this process has mapped of /dev/shm; other processes make names there meanwhile."""
+    return {line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line}
+
+
 def test_nothing_appears_under_a_name_that_could_stay_behind() -> None:
-    before = os.listdir("/dev/shm")
+    before = named_memory()
     arena = Arena(manifest_of(small_model(1)))
-    assert os.listdir("/dev/shm") == before
+    assert named_memory() == before
     assert os.readlink(arena.path).startswith("/memfd:streamrl-weights")
 
 

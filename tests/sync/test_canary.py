@@ -10,6 +10,7 @@ import pytest
 import torch
 from sync_support import FakeEngine, Ring, equal, ring, small_model, weights
 
+from streamrl.errors import WeightSyncError
 from streamrl.parity.weights import digests
 from streamrl.sync.canary import LogprobCanary
 
@@ -170,5 +171,43 @@ def test_a_late_joiner_whose_engine_disagrees_is_left_behind_alone() -> None:
             assert "rollouter-1: canary" in failed["reason"]
             assert it.unresponsive == [("rollouter-1", "commit")]
             assert it.publisher.current_version == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_whoever_joins_is_judged_also_under_a_version_that_the_others_are_not_judged_by(judged: bool) -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            there, late = ScoringEngine(), ScoringEngine()
+            there.spoil = late.spoil = 0
+            join(it, "rollouter-0", there)
+            it.publisher.set_members({"rollouter-0"}, set())
+            with it.publisher.open(0) as content:
+                content.put(small_model(0).named_parameters())
+                content.scores = scores_of(weights(small_model(0))).tolist() if judged else []
+                content.judged = False
+            assert (await it.publisher.publish(0)).rejected == ""
+            join(it, "rollouter-1", late)
+            it.publisher.set_members({"rollouter-0", "rollouter-1"}, set())
+            if judged:
+                failed = await it.events.wait("version_failed", version=0, late=True)
+                assert "rollouter-1: canary" in failed["reason"]
+            else:
+                await it.events.wait("version_committed", version=0, late=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_rejected_version_with_none_before_it_fails_for_its_caller() -> None:
+    async def scenario() -> None:
+        async with ring() as it:
+            engine = join(it, "rollouter-0", ScoringEngine())
+            engine.spoil = 0
+            it.publisher.set_members({"rollouter-0"}, set())
+            write(it, 0)
+            with pytest.raises(WeightSyncError, match="version 0 was rejected, the first one: rollouter-0: canary"):
+                await it.publisher.publish(0)
+            assert it.publisher.current_version == -1
 
     asyncio.run(scenario())

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import torch
 from sync_support import equal, ring, weights
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_transformer import tied_transformer
+from transformers import Qwen3ForCausalLM
 
 from streamrl.engines.embedded import EmbeddedEngine
 from streamrl.sync.content import Content
 from streamrl.types import SamplingParams
-
-
-def tied_transformer(seed: int) -> Qwen3ForCausalLM:
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 def test_a_request_in_flight_survives_updates_and_the_engine_serves_each_version_exactly() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -463,6 +464,80 @@ class BarePublisher:
     async def ask(self, message: wire.Message) -> wire.ToPublisher:
         await self.socket.send_multipart([self.peer, wire.encode(message)])
         return await self.receive()
+
+
+MALFORMED_STAGES = {
+    "a third slot": {"slot": 2},
+    "a slot below 0": {"slot": -1},
+    "a version below 0": {"version": -3},
+    "a version that no number holds": {"version": 1 << 63},
+    "a base that cannot be": {"base": -2},
+    "a payload below 0": {"buckets": [wire.BucketEntry(0, -1, True)]},
+}
+
+
+def open_stage(**fields: Any) -> wire.Stage:
+    usual = {"version": 0, "slot": 0, "attempt": 0, "private": False, "base": -1, "buckets": []}
+    return wire.Stage(session="s", update=3, **(usual | fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", MALFORMED_STAGES.values(), ids=MALFORMED_STAGES)
+def test_a_malformed_stage_is_refused_and_ends_nothing(fields: dict[str, Any]) -> None:
+    async def scenario(endpoint: str) -> None:
+        subscriber = Subscriber(endpoint, "rollouter-0", FakeEngine(), Events())
+        publisher = BarePublisher(endpoint)
+        task = asyncio.create_task(subscriber.run())
+        try:
+            await publisher.receive()
+            assert isinstance(await publisher.ask(open_stage(**fields)), wire.Refused)
+            assert isinstance(await publisher.ask(open_stage()), wire.StageFailed), "it is still there"
+            assert subscriber.malformed_frames == 1
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            publisher.socket.close()
+
+    with socket_folder() as endpoint:
+        asyncio.run(asyncio.wait_for(scenario(endpoint), 60))
+
+
+def welcome_of(arena: Arena, **fields: Any) -> wire.Welcome:
+    usual = {"transport": "shm", "address": arena.path, "manifest": arena.manifest}
+    return wire.Welcome(session="s", **(usual | fields))
+
+
+STAGES_THAT_FAIL = {
+    "codes against what is not held": ({}, {"base": 17, "buckets": [wire.BucketEntry(0, 8, True)]}, "is not held here"),
+    "a code longer than its bucket": ({}, {"base": 17, "buckets": [wire.BucketEntry(0, 1 << 40, True)]}, "a code of"),
+    "a transport of another version": ({"transport": "carrier pigeon"}, {}, "no transport here"),
+}
+
+
+@pytest.mark.parametrize(("welcome", "stage", "reason"), STAGES_THAT_FAIL.values(), ids=STAGES_THAT_FAIL)
+def test_a_stage_that_cannot_be_followed_fails_and_ends_nothing(
+    welcome: dict[str, Any], stage: dict[str, Any], reason: str
+) -> None:
+    async def scenario(endpoint: str) -> None:
+        arena = Arena(manifest_of(small_model(1)))
+        subscriber = Subscriber(endpoint, "rollouter-0", FakeEngine(), Events())
+        publisher = BarePublisher(endpoint)
+        task = asyncio.create_task(subscriber.run())
+        try:
+            await publisher.receive()
+            said = welcome_of(arena, **({"transport": "zmq", "address": f"{endpoint}-none"} | welcome))
+            await publisher.socket.send_multipart([publisher.peer, wire.encode(said)])
+            for _ in range(2):
+                failed = await publisher.ask(open_stage(**stage))
+                assert isinstance(failed, wire.StageFailed)
+                assert reason in failed.reason
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            publisher.socket.close()
+            arena.close()
+
+    with socket_folder() as endpoint:
+        asyncio.run(asyncio.wait_for(scenario(endpoint), 60))
 
 
 def test_a_subscriber_answers_what_is_asked_again_without_doing_it_again() -> None:

@@ -45,8 +45,8 @@ def play(scenario: Any, parts: int = 2, patience_s: float = 30.0) -> None:
         with ExitStack() as stack:
             all_parts = [stack.enter_context(part(name, patience_s)) for _ in range(parts)]
             for share, _ in all_parts:
-                assert await share.find(bucket_id(99, 0, 0, private=True)) is None
-                share._alone = -1
+                if not share._take_name():
+                    share._connect()
             async with asyncio.timeout(60):
                 await scenario(name, *all_parts)
 
@@ -84,6 +84,18 @@ def test_what_the_first_will_not_bring_is_pulled_at_once(fields: dict[str, Any])
         assert await other[0].find(bucket_id(**({"version": 3, "slot": 1, "index": 1} | fields))) is None
 
     play(scenario)
+
+
+def test_who_gets_all_in_private_does_not_become_the_first() -> None:
+    async def scenario(name: str, first: Any) -> None:
+        fill(first, 3, 1, 0)
+        first[0].close()
+        with part(name) as (observer, _), part(name) as (other, _):
+            assert await observer.find(bucket_id(3, 1, 0, private=True)) is None
+            assert await other.find(bucket_id(3, 1, 0)) is None
+            assert (observer.first, other.first) == (False, True)
+
+    play(scenario, parts=1)
 
 
 def test_a_first_that_fails_tells_who_waits_and_is_asked_for_the_next_version() -> None:

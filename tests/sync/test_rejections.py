@@ -56,6 +56,9 @@ def test_rollback_under_steering_which_may_grant_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("every", "judged"), [(1, [1, 2, 3, 4]), (2, [2, 4]), (0, [])])
-def test_the_canary_is_scored_every_so_many_versions_and_never_under_the_first(every: int, judged: list[int]) -> None:
+def test_all_engines_are_judged_every_so_many_versions_and_joiners_under_all_but_the_first(
+    every: int, judged: list[int]
+) -> None:
     it = trainer(f"sync.canary_every={every}")
     assert [version for version in range(5) if it._judges(version)] == judged
+    assert [version for version in range(5) if it._scores(version)] == ([1, 2, 3, 4] if every else [])

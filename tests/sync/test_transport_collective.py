@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_support import socket_folder
 from transport_support import (
     Child,
     bucket_id,
@@ -30,12 +28,6 @@ from transport_support import (
 from streamrl.errors import WeightSyncError
 from streamrl.sync.staging import bucket_of
 from streamrl.sync.transports import collective
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with socket_folder() as endpoint:
-        yield Path(endpoint.removeprefix("ipc://")).parent
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +117,43 @@ def test_when_a_member_leaves_in_mid_version_the_others_pull_the_rest_and_the_ne
                 monkeypatch.setattr(collective, "PATIENCE_S", 60.0)
                 sender.set_members({"a"})
                 await bring(sender, slab, [without_pulling(stays)], 2)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.usefixtures("impatient")
+def test_closing_waits_for_no_broadcast_and_the_thread_ends_with_it(folder: Path) -> None:
+    manifest = mixed()
+
+    async def scenario() -> None:
+        async with sending("collective", manifest, folder) as (sender, slab):
+            with receiving("collective", sender.address, manifest, "a"):  # which never joins
+                sender.set_members({"a"})
+                await sender.begin(bucket_id(0, 0, -1))
+                broadcast = sender._group.broadcast(slab.bucket(0, 0), lambda: True)
+                (thread,) = sender._group._worker._threads
+                sender.close()
+                assert not broadcast.done()
+                assert await asyncio.to_thread(broadcast.result, 60) is False
+                await asyncio.to_thread(thread.join, 60)
+                assert not thread.is_alive()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_who_is_in_a_broadcast_pulls_as_soon_as_the_sender_regroups(folder: Path) -> None:
+    manifest = mixed()
+
+    async def scenario() -> None:
+        async with sending("collective", manifest, folder) as (sender, slab):
+            with receiving("collective", sender.address, manifest, "a") as receiver:
+                sender.set_members({"a"})
+                await bring(sender, slab, [receiver], 0)
+                group = receiver._group
+                await sender.begin(bucket_id(1, 1, -1))
+                waiting = group.broadcast(bucket_of(manifest, receiver.memory(1), 0), lambda: True)
+                sender._group.close()  # the patience of both is a minute
+                assert await asyncio.wait_for(asyncio.wrap_future(waiting), 30) is False
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

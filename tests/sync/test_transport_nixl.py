@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_support import socket_folder
 from transport_support import (
     NIXL,
     Child,
@@ -36,20 +35,14 @@ from streamrl.sync.staging import bucket_of
 (needs_nixl,) = NIXL.marks
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with socket_folder() as endpoint:
-        yield Path(endpoint.removeprefix("ipc://")).parent
-
-
 def pulls(receiver: Any) -> list[int]:
     """The buckets that it reads from the publisher from now on."""
     pulled: list[int] = []
     fetch = receiver._pull.fetch
 
-    def noting(bucket: Any, *arguments: Any) -> None:
+    def noting(owner: Any, bucket: Any, *arguments: Any) -> None:
         pulled.append(bucket.index)
-        fetch(bucket, *arguments)
+        fetch(owner, bucket, *arguments)
 
     receiver._pull.fetch = noting
     return pulled
@@ -188,7 +181,7 @@ def test_a_sender_that_hangs_fails_the_fetch_after_the_time_limit(
             await asyncio.to_thread(sender.tell, "offer", 0, 0)
             await fetch_version(receiver, manifest, 0, 0)
             stop(sender)
-            receiver._pull._timeout_s = 0.2
+            receiver._trainer = dataclasses.replace(receiver._trainer, timeout_s=0.2)
             return await refused(fetch_version(receiver, manifest, 0, 0))
 
     try:
@@ -213,7 +206,7 @@ def test_nothing_with_a_name_is_left_behind_by_a_sender_and_a_receiver_that_are_
     assert [name for name in set(os.listdir("/dev/shm")) - before if "ucx" in name or "streamrl" in name] == []
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     assert pids & {int(line.split()[4]) for line in segments} == set()
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == ["s-chain"], "a socket, which goes with the run's folder"
 
 
 @pytest.mark.parametrize("address", ["", "ipc:///somewhere", "AAAA"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from sync_support import socket_folder
 from transport_support import (
     Child,
     bucket_id,
@@ -28,12 +26,6 @@ from transport_support import (
 
 from streamrl.sync.staging import bucket_of
 from streamrl.sync.transports.zmq_pull import NO_REQUEST, PART_BYTES, WINDOW, Ask, Part
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with socket_folder() as endpoint:
-        yield Path(endpoint.removeprefix("ipc://")).parent
 
 
 def test_a_sender_that_is_killed_in_mid_bucket_fails_the_fetch_at_once(folder: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sync_support import socket_folder
 from transport_support import (
     MOVING,
     Child,
@@ -31,12 +30,6 @@ from transport_support import (
 from streamrl.sync.staging import bucket_of
 
 pytestmark = pytest.mark.parametrize("name", MOVING)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with socket_folder() as endpoint:
-        yield Path(endpoint.removeprefix("ipc://")).parent
 
 
 @pytest.fixture

@@ -128,6 +128,7 @@ async def sending(name: str, manifest: Manifest, folder: Path) -> AsyncIterator[
 def receiving(name: str, address: str, manifest: Manifest, member: str = "rollouter-0") -> Iterator[Receiver]:
     receiver = make_receiver(name, address, manifest, member=member, timeout_s=20)
     try:
+        receiver.reserve()
         yield receiver
     finally:
         receiver.close()

@@ -20,11 +20,16 @@ from streamrl.sync.subscriber import Subscriber
 
 
 class ParameterEngine:
-    """Serves from the tensors that it is given, as the embedded engine does, or copies them, as vLLM does."""
+    """Serves from the tensors that it is given, as the embedded engine does, or copies them, as vLLM does.
+
+    With ``sync.stage=device`` one that copies does so before it is paused, into a second set of its own weights.
+    """
 
     def __init__(self, weights: dict[str, torch.Tensor], *, copies: bool) -> None:
         self._weights = weights
         self._own = dict(weights)
+        self._second: dict[str, torch.Tensor] = {}
+        self._staged = False
         self._copies = copies
         self.version = -1
 
@@ -32,20 +37,35 @@ class ParameterEngine:
 
     async def resume(self) -> None: ...
 
+    async def stage(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        if not self._second:
+            self._second = {name: torch.empty_like(tensor) for name, tensor in self._own.items()}
+        await asyncio.to_thread(_copy, self._second, tensors)
+        self._staged = True
+
+    def unstage(self) -> None:
+        self._staged = False
+
     async def load(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._copies:
-            await asyncio.to_thread(self._copy, tensors)
+        if self._staged:
+            serving, self._staged = dict(self._weights), False
+            self._weights.update(self._second)
+            self._second = serving
+        elif self._copies:
+            await asyncio.to_thread(_copy, self._weights, tensors)
         else:
             self._weights.update(tensors)
         self.version = version
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self._weights[name].copy_(tensor)
-
     def close(self) -> None:
-        """Let go of what was given."""
+        """Let go of what was given, and of the second set."""
         self._weights.update(self._own)
+        self._second = {}
+
+
+def _copy(weights: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        weights[name].copy_(tensor)
 
 
 class Source:
@@ -102,7 +122,8 @@ class Target:
     async def open(self, address: str) -> None:
         self._engine = ParameterEngine(self._role.weights, copies=self._role.options["copies"])
         engine: Any = self._engine
-        self._subscriber = Subscriber(address, self._role.name, engine, _ignore, timeout_s=TIMEOUT_S)
+        stage = "device" if self._role.options["ahead"] else "host"
+        self._subscriber = Subscriber(address, self._role.name, engine, _ignore, stage=stage, timeout_s=TIMEOUT_S)
         self._running = asyncio.create_task(self._subscriber.run())
 
     async def update(self, version: int) -> dict[str, float]:

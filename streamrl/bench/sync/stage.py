@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -134,24 +134,35 @@ class Stage:
         """For sockets, and for files in shared memory."""
         self._pipes: dict[str, Connection] = {}
         self._processes: list[SpawnProcess] = []
-        names = ["source", *(f"rollouter-{index}" for index in range(targets))]
-        for name in names:
-            self._pipes[name], theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=work, args=(theirs, name, size, targets, self.folders), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-        self.targets = names[1:]
-        self._hear(names)
+        self.targets = [f"rollouter-{index}" for index in range(targets)]
         self._version = -1
         self._open: Contender | None = None
         self.memory: dict[str, list[float]] = {}
         """Bytes beyond the weights themselves, by contender: of the source, of all processes."""
+        try:
+            self._start(size)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, size: str) -> None:
+        names = ["source", *self.targets]
+        for name in names:
+            self._pipes[name], theirs = _SPAWN.Pipe()
+            arguments = (theirs, name, size, len(self.targets), self.folders)
+            process = _SPAWN.Process(target=work, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+        self._hear(names)
 
     def __enter__(self) -> Stage:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         for pipe in self._pipes.values():
             pipe.close()
         for process in self._processes:
@@ -179,12 +190,15 @@ class Stage:
         self._tell(["source", *self.targets], "close")
         self._open = None
 
-    def update(self, share: float) -> dict[str, float]:
-        """Change about ``share`` of the values, bring them everywhere, verify; seconds and what the source measured."""
+    def update(self, share: float, *, anyhow: bool = False) -> dict[str, float]:
+        """Change about ``share`` of the values, bring them everywhere, verify; seconds and what the source measured.
+
+        ``anyhow``: to any number, rather than to the next.
+        """
         contender = self._open
         assert contender is not None
         self._version += 1
-        self._tell(["source"], "change", share, time.monotonic_ns() & 0xFFFF_FFFF)
+        self._tell(["source"], "change", share, time.monotonic_ns() & 0xFFFF_FFFF, anyhow)
         started = time.perf_counter()
         if contender.together:
             self._tell(["source", *self.targets], "update", self._version)
@@ -194,6 +208,7 @@ class Stage:
             measured = self._answers["source"]
             if contender.loads:
                 self._tell(self.targets, "update", self._version)
+                measured = (measured or {}) | _total(self._answers.values())
         elapsed = time.perf_counter() - started
         self._tell(["source", *self.targets], "digest")
         if len(set(self._answers.values())) != 1:
@@ -222,6 +237,15 @@ class Stage:
             if how == "failed":
                 raise StreamRLError(f"bench sync: {name} failed:\n{answer}")
             self._answers[name] = answer
+
+
+def _total(answers: Iterable[dict[str, float] | None]) -> dict[str, float]:
+    """What targets measured, added up."""
+    total: dict[str, float] = {}
+    for answer in answers:
+        for name, value in (answer or {}).items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def memory_file(name: str, nbytes: int) -> int:

@@ -57,15 +57,24 @@ def empty(size: str) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes(size).items()}
 
 
-def change(weights: dict[str, torch.Tensor], share: float, seed: int) -> None:
-    """Flip the lowest bit of about ``share`` of all values, in place; each seed picks others."""
+def change(weights: dict[str, torch.Tensor], share: float, seed: int, anyhow: bool) -> None:
+    """Change about ``share`` of all values, in place; each seed picks others.
+
+    A value becomes the next number above or below, as in training with small steps, or ``anyhow`` any other number.
+    """
     generator = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(1 << 20, generator=generator) < share).to(torch.int16)
+    mask = torch.rand(1 << 20, generator=generator) < share
+    steps = torch.randint(0, 2, mask.shape, generator=generator, dtype=torch.int16) * 2 - 1
+    others = torch.randint(1, 1 << 15, mask.shape, generator=generator, dtype=torch.int16)
+    changes = torch.where(mask, others if anyhow else steps, 0)
     for tensor in weights.values():
         flat = tensor.view(-1).view(torch.int16)
-        for start in range(0, flat.numel(), mask.numel()):
-            part = flat[start : start + mask.numel()]
-            part ^= mask[: part.numel()]
+        for start in range(0, flat.numel(), changes.numel()):
+            part = flat[start : start + changes.numel()]
+            if anyhow:
+                part ^= changes[: part.numel()]
+            else:
+                part += changes[: part.numel()]
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:

@@ -67,5 +67,3 @@ class WatchRequest(Struct, tag="watch"):
 
 class Watched(Struct, tag="watched"):
     state: EngineState
-    facts: dict[str, str | bool]
-    """``ports.EngineFacts``, field by field."""

@@ -270,7 +270,7 @@ class FreeRequest(Struct, tag="free"):
     oldest: Count
 
 
-# Rollouter → reference, or a shared engine --------------------------------------------------------------------------
+# Rollouter → reference ----------------------------------------------------------------------------------------------
 
 
 class ScoreRequest(Struct, tag="score"):
@@ -278,8 +278,6 @@ class ScoreRequest(Struct, tag="score"):
     log-probs, float32."""
 
     lengths: list[Annotated[int, Meta(ge=1, le=1 << 24)]]
-    temperature: float | None = None
-    """None: the run's."""
 
 
 # Environment → reward model -----------------------------------------------------------------------------------------

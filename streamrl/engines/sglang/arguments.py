@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from streamrl.engines.sglang.loader import LOADER
 from streamrl.errors import ConfigError
 from streamrl.schema import Config
 
@@ -69,6 +70,7 @@ def arguments(config: Config, model: Path, *, accelerated: bool) -> dict[str, An
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "enable_custom_logit_processor": True,
+        "custom_weight_loader": [LOADER],
         "log_level_http": "info",  # that it listens is said on this level
         "uvicorn_access_log_exclude_prefixes": ["/"],
     }

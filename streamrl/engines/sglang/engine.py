@@ -1,16 +1,7 @@
-"""SGLang behind ``ports.Engine``: requests, weights and pauses by HTTP.
-
-======== ================================== ===========================================
-state    entered by                         calls
-======== ================================== ===========================================
-serving  ``start``                          all
-paused   ``pause``                          ``generate`` waits here; ``score`` is refused
-failed   server's end, half-loaded weights  raise that failure; ``close`` works
-closed   ``close``                          raise ``RuntimeError``; ``close`` is a no-op
-======== ================================== ===========================================
+"""SGLang behind ``ports.Engine``: requests and pauses by HTTP, weights by shared memory, or by HTTP to another host.
 
 Nobody asks whether the server is alive: a child's end is told by the kernel, a distant one's by the connections that
-break. So a pause, however long, is never taken for death.
+break. So a pause, however long, is never taken for death. ``score`` is refused while paused.
 """
 
 from __future__ import annotations
@@ -18,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 
 from streamrl.engines.blueprint import Blueprint
+from streamrl.engines.calls import Calls
 from streamrl.engines.http_client import Refused, ServerClient
 from streamrl.engines.meter import Meter
 from streamrl.engines.requests import check_params, checked_tokens
-from streamrl.engines.sglang.facts import abilities_of, checked_info, facts_of, observed_head
+from streamrl.engines.sglang.facts import abilities_of, checked_info, facts_of, observed_head, sees_memory
 from streamrl.engines.sglang.requests import Abilities, Decode, generation, request
 from streamrl.engines.sglang.server import SglangServer
-from streamrl.engines.sglang.weights import body, buckets
+from streamrl.engines.sglang.weights import buckets, by_value, placed
+from streamrl.engines.shelf import Shelf
 from streamrl.errors import ActorDied, WeightSyncError
 from streamrl.ports import EngineFacts, EngineStatistics
 from streamrl.schema import Config
@@ -44,7 +39,6 @@ _LOAD_EVERY_S = 1.0
 _LAST_WORD_S = 5.0
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class SglangEngine:
@@ -58,16 +52,10 @@ class SglangEngine:
         self._server = server
         self._blueprint = blueprint
         self._decode = decode
-        self._version = -1
-        self._paused = False
-        self._closed = False
-        self._failure: Exception | None = None
-        self._resumed = asyncio.Event()
-        self._resumed.set()
-        self._pending: set[asyncio.Task[Any]] = set()
+        self._calls = Calls(f"SGLang at {client.url}")
         self._watch: asyncio.Task[None] | None = None
-        self._salt = uuid.uuid4().hex
-        """Of the prefix cache: a new one with every load, and none that an engine on this server had before."""
+        self._shelf = Shelf()
+        self._sees_shelf = False
         self._pauses = 0
         self._meter = Meter()
         self._facts: EngineFacts
@@ -89,7 +77,7 @@ class SglangEngine:
         engine = cls(config, client, server, blueprint, decode)
         try:
             await engine._begin()
-        except BaseException:
+        except BaseException:  # whatever ends a start, also a cancellation: nothing may stay behind
             await engine.close()
             raise
         return engine
@@ -97,15 +85,18 @@ class SglangEngine:
     async def _begin(self) -> None:
         if self._server:
             self._watch = asyncio.create_task(self._watch_server(self._server), name="sglang-watch")
-        info = checked_info(await self._guarded(self._client.get("/server_info")), self._config, self._client.url)
+        info = checked_info(await self._calls.run(self._client.get("/server_info")), self._config, self._client.url)
         self._abilities = abilities_of(info)
         if not self._server:
-            await self._guarded(self._take_over())
+            await self._calls.run(self._take_over())
         head = None
         if self._abilities.processes:
-            head = await self._guarded(observed_head(self._client))
+            head = await self._calls.run(observed_head(self._client))
+        if self._abilities.loads_memory:
+            self._sees_shelf = await self._calls.run(self._probe_memory())
+        log.info("weights go to %s by %s", self._client.url, "shared memory" if self._sees_shelf else "value")
         self._facts = facts_of(info, self._config, self._blueprint, head)
-        await self._ask_load()
+        await self._calls.run(self._measure())
         if self._server:
             self._server.tidy()
 
@@ -118,9 +109,14 @@ class SglangEngine:
         await self._client.post("/update_weight_version", {"new_version": "-1", "abort_all_requests": True})
         await self._client.post("/continue_generation", {"torch_empty_cache": False})
 
+    async def _probe_memory(self) -> bool:
+        probe = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.float32)
+        where = self._shelf.put({"probe": probe})
+        return await sees_memory(self._client, where, {"probe": probe.tolist()})
+
     @property
     def version(self) -> int:
-        return self._version
+        return self._calls.version
 
     @property
     def server(self) -> SglangServer | None:
@@ -132,14 +128,14 @@ class SglangEngine:
 
     def statistics(self) -> EngineStatistics:
         """Of what went through this engine; the KV share is the server's, at most a second before the last answer."""
-        return self._meter.statistics(self._config.engine.slots, self._version)
+        return self._meter.statistics(self._config.engine.slots, self.version)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         """Sample one continuation; ``ValueError`` for a prompt or parameters that cannot be served. Seeds are not used.
 
         Raises ``ActorDied`` at once when the server dies.
         """
-        self._require_serving()
+        self._calls.require_serving()
         longest = self._config.model.max_length
         prompt = checked_tokens("prompt", prompt_ids, longest - 1, self._blueprint.vocabulary).tolist()
         check_params(params)
@@ -147,8 +143,7 @@ class SglangEngine:
         asked = request(rid, prompt, params, longest - len(prompt), self._blueprint.vocabulary, self._abilities)
         self._meter.begin()
         try:
-            while self._paused:  # the next update may have begun by the time that this task runs again
-                await self._guarded(self._resumed.wait())
+            await self._calls.going()
             asked |= self._cache_key()
             pauses = self._pauses
             answer = await self._sampled(rid, asked)
@@ -160,7 +155,7 @@ class SglangEngine:
 
     def _cache_key(self) -> dict[str, str]:
         """What lets a request reuse no more than the weights that serve now have computed."""
-        return {"extra_key": self._salt} if self._abilities.caches else {}
+        return {"extra_key": self._calls.salt} if self._abilities.caches else {}
 
     def _count(self, answer: Any, retracted: int) -> None:
         """An answer of the server, in whose time it was told ``retracted`` times to compute all requests anew."""
@@ -173,11 +168,11 @@ class SglangEngine:
 
     async def _sampled(self, rid: str, asked: dict[str, Any]) -> Any:
         try:
-            return await self._guarded(self._client.post("/generate", asked, within_s=None))
+            return await self._calls.run(self._client.post("/generate", asked, within_s=None))
         except Refused as error:
             raise ValueError(str(error)) from error
         except asyncio.CancelledError:
-            if not self._closed and self._failure is None:
+            if self._calls.serving:
                 await self._last_word("/abort_request", {"rid": rid})
             raise
 
@@ -190,9 +185,11 @@ class SglangEngine:
 
     async def _ask_load(self) -> None:
         """How full the server is, at most once in ``_LOAD_EVERY_S``, and after an answer only."""
-        if self._closed or self._failure is not None or not self._meter.due(_LOAD_EVERY_S):
-            return
-        loads = await self._guarded(self._client.get("/v1/loads?include=core"))
+        if self._calls.serving and self._meter.due(_LOAD_EVERY_S):
+            await self._calls.aside(self._measure())
+
+    async def _measure(self) -> None:
+        loads = await self._client.get("/v1/loads?include=core")
         self._meter.kv_used = float(loads["loads"][0]["token_usage"])
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
@@ -201,17 +198,17 @@ class SglangEngine:
         SGLang gives prompt log-probs at temperature 1. At another one every token costs a request of its own, with
         what comes before it as the prompt: exact, and slow for long sequences.
         """
-        self._require_serving()
+        self._calls.require_serving()
         if not temperature > 0:
             raise ValueError(f"score: temperature must be over 0, got {temperature}")
         longest = self._config.model.max_length
         row = checked_tokens("score", token_ids, longest, self._blueprint.vocabulary).tolist()
-        if self._paused:
+        if self._calls.paused:
             raise RuntimeError("engine sglang: score while paused; SGLang computes nothing before resume")
         scores = np.zeros(len(row), dtype=np.float32)
         if len(row) > 1:
             ask = self._score_prompt(row) if temperature == 1 else self._score_tokens(row, temperature)
-            scores[1:] = await self._guarded(ask)
+            scores[1:] = await self._calls.run(ask)
         return scores
 
     async def _score_prompt(self, row: list[int]) -> list[float]:
@@ -238,122 +235,74 @@ class SglangEngine:
 
     async def pause(self) -> None:
         """Requests stay where they are (``engine.kv=keep``), or return to the queue to be computed anew."""
-        self._require_serving()
-        if self._paused:
+        self._calls.require_serving()
+        if self._calls.paused:
             return
-        self._resumed.clear()
-        self._paused = True
+        self._calls.pause()
         self._pauses += 1
         self._meter.pause()
         mode = "in_place" if self._config.engine.kv == "keep" else "retract"
-        await self._guarded(self._client.post("/pause_generation", {"mode": mode}))
+        await self._calls.run(self._client.post("/pause_generation", {"mode": mode}))
 
     async def resume(self) -> None:
-        self._require_serving()
-        if not self._paused:
+        self._calls.require_serving()
+        if not self._calls.paused:
             return
-        await self._guarded(self._client.post("/continue_generation", {"torch_empty_cache": False}))
-        self._paused = False
+        await self._calls.run(self._client.post("/continue_generation", {"torch_empty_cache": False}))
         self._meter.resume()
-        self._resumed.set()
+        self._calls.resume()
 
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
-        """As ``ports.Engine``. Once the first bucket has gone there is no way back: what fails then ends the engine."""
-        self._require_serving()
-        if not self._paused:
+        """As ``ports.Engine``. Once the first byte has gone there is no way back: what fails then ends the engine."""
+        self._calls.require_serving()
+        if not self._calls.paused:
             raise WeightSyncError(f"load of version {version} while generating: pause the engine first")
         verified = self._blueprint.verify(tensors)
         session = await self._begin_update()
-        try:
-            await self._send(version, list(verified.items()))
+        with self._calls.loading(version):
+            async for body in self._bodies(version, verified):
+                await self._calls.run(self._client.post("/update_weights_from_tensor", body))
             if session:
-                await self._guarded(self._client.post("/end_weight_update", {}))
-        except BaseException as error:
-            reason = f"version {version} was half loaded when this happened: {error or type(error).__name__}"
-            failure = ActorDied(f"SGLang at {self._client.url}: {reason}; the engine must be replaced")
-            self._fail(failure)
-            if isinstance(error, Exception):
-                raise failure from error
-            raise
-        self._version = version
-        self._salt = uuid.uuid4().hex
+                await self._calls.run(self._client.post("/end_weight_update", {}))
+
+    async def _bodies(self, version: int, verified: dict[str, torch.Tensor]) -> AsyncIterator[bytes]:
+        """The last one has the label, and tells the server to forget what the old weights computed (``recompute``)."""
+        copies, flush = self._abilities.copies, self._config.engine.kv == "recompute"
+        if self._sees_shelf:
+            where = await asyncio.to_thread(self._shelf.put, verified)
+            yield placed(where, version=version, flush=flush, copies=copies)
+            return
+        *parts, last = buckets(verified.items())
+        for bucket in parts:
+            yield await asyncio.to_thread(by_value, bucket, version=None, flush=False, copies=copies)
+        yield await asyncio.to_thread(by_value, last, version=version, flush=flush, copies=copies)
 
     async def _begin_update(self) -> bool:
         """Open a session; False where the server is of a release that has none."""
         try:
-            await self._guarded(self._client.post("/begin_weight_update", {}))
+            await self._calls.run(self._client.post("/begin_weight_update", {}))
         except Refused as error:
             if error.status == 404:
                 return False
             raise WeightSyncError(str(error)) from error
         return True
 
-    async def _send(self, version: int, named: list[tuple[str, Any]]) -> None:
-        parts = list(buckets(named))
-        for index, bucket in enumerate(parts):
-            last = index == len(parts) - 1
-            flush = last and self._config.engine.kv == "recompute"
-            label = version if last else None
-            data = await asyncio.to_thread(body, bucket, version=label, flush=flush, copies=self._abilities.copies)
-            try:
-                await self._guarded(self._client.post("/update_weights_from_tensor", data))
-            except Refused as error:
-                if "Weights were updated" not in error.message:  # else only the flush of its cache was not possible
-                    raise
-
     async def close(self) -> None:
         """End our server, or leave the other one as it is; requests in flight end with ``CancelledError``."""
-        if self._closed:
+        if not await self._calls.close():
             return
-        self._closed = True
-        for task in list(self._pending):
-            task.cancel()
-        if self._pending:
-            await asyncio.wait(self._pending)
         if self._watch:
             self._watch.cancel()
             await asyncio.wait({self._watch})
-        if not self._server and self._paused and self._failure is None:  # one that is not ours runs on
+        if not self._server and self._calls.paused and not self._calls.failed:  # one that is not ours runs on
             await self._last_word("/continue_generation", {"torch_empty_cache": False})
         await self._client.close()
         if self._server:
             await self._server.close()
-
-    # -- the ends of it ----------------------------------------------------------------------------------------------
-
-    def _require_serving(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise RuntimeError("engine sglang is closed: build a new one")
-
-    async def _guarded(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """``call``, ended by ``close`` and by the server's death."""
-        if self._failure is not None:
-            call.close()
-            raise self._failure
-        task = asyncio.create_task(call)
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if self._failure is not None and own is not None and not own.cancelling():
-                raise self._failure from None
-            raise
-        except ActorDied as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, failure: Exception) -> None:
-        if self._failure is None:
-            self._failure = failure
-        for task in self._pending:
-            task.cancel()
+        self._shelf.close()
 
     async def _watch_server(self, server: SglangServer) -> None:
-        self._fail(await server.ended())
+        self._calls.fail(await server.ended())
 
 
 def _read_model(folder: str, dtype: str) -> tuple[Blueprint, Decode]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from streamrl.engines.blueprint import Blueprint
 from streamrl.engines.http_client import ServerClient
-from streamrl.engines.sglang.processor import HEAD_DTYPES, PROBE, serialised
+from streamrl.engines.sglang.loader import LOADER
+from streamrl.engines.sglang.processor import HEAD_DTYPES, HEAD_PROBE, memory_probe, serialised
 from streamrl.engines.sglang.requests import Abilities
 from streamrl.errors import ActorDied, ConfigError
 from streamrl.ports import EngineFacts
@@ -48,6 +49,11 @@ def abilities_of(info: Info) -> Abilities:
         caches=not info["disable_radix_cache"],
         masks=int(info["sampling_mask_max_tokens"]),
         copies=int(info["tp_size"]),
+        loads_memory=bool(
+            LOADER in (info.get("custom_weight_loader") or ())
+            and info["enable_custom_logit_processor"]  # which is asked whether it sees our memory
+            and info.get("nnodes", 1) == 1
+        ),
     )
 
 
@@ -56,19 +62,30 @@ async def observed_head(client: ServerClient) -> str:
 
     ``ConfigError`` where the server cannot run our processor.
     """
-    asked = {
-        "input_ids": [0],
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True, "custom_params": PROBE},
-        "custom_logit_processor": serialised(),
-    }
     try:
-        answer = await client.post("/generate", asked)
+        answer = await _probed(client, HEAD_PROBE)
     except ActorDied as error:
         raise ConfigError(
             f"SGLang at {client.url} ended when it was given streamrl's logit processor ({error}): install streamrl "
             "into its environment (pip install --no-deps streamrl), or start it without --enable-custom-logit-processor"
         ) from error
-    return str(HEAD_DTYPES[answer["output_ids"][0]]).removeprefix("torch.")
+    return str(HEAD_DTYPES[answer]).removeprefix("torch.")
+
+
+async def sees_memory(client: ServerClient, where: Mapping[str, Any], values: Mapping[str, list[float]]) -> bool:
+    """Whether the server finds ``values`` ``where`` our ``Shelf`` has put them: a server on this machine does."""
+    return bool(await _probed(client, memory_probe(where, values)))
+
+
+async def _probed(client: ServerClient, probe: Mapping[str, Any]) -> int:
+    """The token with which our processor answers ``probe``."""
+    asked = {
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True, "custom_params": probe},
+        "custom_logit_processor": serialised(),
+    }
+    answer = await client.post("/generate", asked)
+    return int(answer["output_ids"][0])
 
 
 def facts_of(info: Info, config: Config, blueprint: Blueprint, head: str | None) -> EngineFacts:

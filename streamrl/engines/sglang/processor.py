@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from streamrl.engines.sampling import Penalties, penalise, truncate
+from streamrl.engines.sglang.loader import sees
 from streamrl.types import SamplingParams
 
 HEAD_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Answers to the probe of the head, by the token that is then sampled."""
-PROBE = {"probe": "head"}
+HEAD_PROBE: Mapping[str, Any] = {"probe": "head"}
 
 
 class Processor:
@@ -32,7 +33,7 @@ class Processor:
     def __call__(self, logits: Tensor, requests: Sequence[Mapping[str, Any]]) -> Tensor:
         """``logits`` float32 ``[n, V]`` before the temperature, and what ``n`` requests want: processed ``[n, V]``."""
         if any("probe" in each for each in requests):  # before the first weights: whatever runs beside it is a probe
-            return torch.stack([_answer(row) for row in logits])
+            return torch.stack([_answer(row, each) for row, each in zip(logits, requests, strict=True)])
         processed = logits.double()
         if penalties := _penalties(requests):
             rows = torch.from_numpy(penalties.rows).to(logits.device)
@@ -56,6 +57,11 @@ class Processor:
 def serialised() -> str:
     """How a request names ``Processor``: SGLang's JSON around a pickle that holds nothing but an import path."""
     return json.dumps({"callable": pickle.dumps(Processor).hex()})
+
+
+def memory_probe(where: Mapping[str, Any], values: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Whether ``values`` are seen ``where`` a ``Shelf`` has put them; the answer is token 1 or 0."""
+    return {"probe": "memory", "where": where, "values": values}
 
 
 def wanted(params: SamplingParams) -> dict[str, Any] | None:
@@ -97,9 +103,12 @@ def _penalties(requests: Sequence[Mapping[str, Any]]) -> Penalties | None:
     return Penalties(np.array(rows), repetition, presence, frequency, tokens, prompts, lengths)
 
 
-def _answer(row: Tensor) -> Tensor:
-    """Logits ``[V]`` that leave one token: that of the narrowest dtype which holds every logit of ``row`` exactly."""
-    fits = [bool((row.to(dtype).to(row.dtype) == row).all()) for dtype in HEAD_DTYPES]
+def _answer(row: Tensor, asked: Mapping[str, Any]) -> Tensor:
+    """Logits ``[V]`` that leave one token, which answers a probe."""
+    if asked["probe"] == "memory":
+        token = int(sees(asked["where"], asked["values"]))
+    else:  # the narrowest dtype that holds every logit of ``row`` exactly
+        token = [bool((row.to(dtype).to(row.dtype) == row).all()) for dtype in HEAD_DTYPES].index(True)
     answer = torch.full_like(row, -torch.inf)
-    answer[fits.index(True)] = 0
+    answer[token] = 0
     return answer

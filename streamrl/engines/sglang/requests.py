@@ -30,7 +30,9 @@ class Abilities:
     masks: int
     """Tokens that top-k may keep for SGLang to return the log-probs of what it truncated itself."""
     copies: int
-    """Processes that the model is split over, each of which wants a copy of the weights."""
+    """Processes that the model is split over, each of which is told of new weights."""
+    loads_memory: bool
+    """It has our loader, and runs on one machine: where that is ours, it can take weights from our memory."""
 
 
 def request(

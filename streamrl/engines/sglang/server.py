@@ -73,10 +73,10 @@ class SglangServer:
             server = await cls._spawn(config, Path(model_folder), folder)
             try:
                 await server._wait_ready(config)
-            except BaseException:
+            except BaseException:  # whatever ends a start, also a cancellation: no process may stay behind
                 await server.close()
                 raise
-        except BaseException:
+        except BaseException:  # as above, and no file
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return server

@@ -27,22 +27,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from streamrl.engines.ahead import finished
 from streamrl.engines.blueprint import Blueprint
+from streamrl.engines.calls import Calls
 from streamrl.engines.requests import check_params, checked_tokens
+from streamrl.engines.shelf import Shelf
+from streamrl.engines.vllm.adapter_plan import arriving_weights, check_placed, holding_arguments
+from streamrl.engines.vllm.reports import reports
 from streamrl.engines.vllm.settings import (
     engine_arguments,
     make_engine_args,
     set_process_environment,
     start_environment,
 )
-from streamrl.engines.vllm.shelf import Shelf
 from streamrl.errors import ActorDied, ConfigError, WeightSyncError
 from streamrl.ports import EngineFacts, EngineStatistics
 from streamrl.schema import Config
 from streamrl.types import Generation, SamplingParams
 
 if TYPE_CHECKING:
+    import torch
     from vllm import RequestOutput
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from streamrl.engines.vllm.counters import Counters
@@ -67,13 +73,10 @@ class VllmEngine:
         self._longest = config.model.max_length
         self._numbers = itertools.count()
         self._shelf = Shelf()
-        self._version = -1
-        self._loads = 0
-        """Updates so far. After a roll back a version number comes again, with other weights."""
-        self._paused = self._closed = False
-        self._going = asyncio.Event()
-        self._going.set()
-        self._in_flight: set[asyncio.Task[Any]] = set()
+        self._calls = Calls("engine vllm")
+        self._in_flight = 0
+        self._staged: int | None = None
+        """The version that the second set of weights holds."""
         self._busy = Stopwatch()
 
     @classmethod
@@ -84,6 +87,7 @@ class VllmEngine:
         """
         require_vllm()
         blueprint = await asyncio.to_thread(Blueprint.of, model_folder, config.model.dtype)
+        arriving = await asyncio.to_thread(arriving_weights, config, model_folder, blueprint)
         own_scratch = None if scratch else tempfile.mkdtemp(prefix="streamrl-vllm-")
         folder = scratch or own_scratch
         assert folder is not None
@@ -93,14 +97,15 @@ class VllmEngine:
         make = partial(_make_llm, config, model_folder, folder, blueprint)
         try:
             llm, counters = await asyncio.get_running_loop().run_in_executor(starter, make)
-        except BaseException:
+        except BaseException:  # whatever ends a start, also a cancellation: nothing may stay behind
             _remove(own_scratch)
             raise
         engine = cls(config, llm, counters, blueprint)
         engine._starter, engine._scratch = starter, own_scratch
+        engine._arriving = arriving
         try:
             await engine._inspect()
-        except BaseException:
+        except BaseException:  # as above
             await engine.close()
             raise
         return engine
@@ -108,21 +113,25 @@ class VllmEngine:
     _starter: ThreadPoolExecutor
     _scratch: str | None
     """The folder that is ours to remove."""
+    _arriving: Blueprint
+    """What ``load`` gets: the model, or with LoRA the adapter alone."""
+    _adapter: LoRARequest | None = None
+    """With LoRA, what every request carries."""
     _facts: EngineFacts
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._calls.version
 
     def statistics(self) -> EngineStatistics:
-        running = min(self._counters.running, len(self._in_flight))
+        running = min(self._counters.running, self._in_flight)
         return EngineStatistics(
             running=running,
-            waiting=len(self._in_flight) - running,
+            waiting=self._in_flight - running,
             generated_tokens=self._counters.generated,
             prefilled_tokens=self._counters.prefilled,
             busy_s=self._busy.seconds,
-            version=self._version,
+            version=self.version,
             kv_used=self._counters.kv_used,
             preemptions=self._counters.preemptions,
         )
@@ -138,7 +147,7 @@ class VllmEngine:
         """
         from streamrl.engines.vllm.translation import generation, sampling_params
 
-        self._require_running()
+        self._calls.require_serving()
         prompt = checked_tokens("prompt", prompt_ids, self._longest - 1, self._blueprint.vocabulary).tolist()
         check_params(params)
         return generation(await self._track(self._ask(prompt, sampling_params(params, self._longest - len(prompt)))))
@@ -147,63 +156,77 @@ class VllmEngine:
         """Asked again where weights changed meanwhile, so that all scores are of one version."""
         from streamrl.engines.vllm.translation import prompt_scores, scoring_params
 
-        self._require_running()
+        self._calls.require_serving()
         if not 0 < temperature < float("inf"):
             raise ValueError(f"score: temperature must be over 0 and finite, got {temperature}")
         tokens = checked_tokens("score", token_ids, self._longest, self._blueprint.vocabulary).tolist()
         if len(tokens) == 1:
             return np.zeros(1, dtype=np.float32)
         while True:
-            loads = self._loads
+            salt = self._calls.salt
             output = await self._track(self._ask(tokens, scoring_params(temperature)))
-            if loads == self._loads:
+            if salt == self._calls.salt:
                 return prompt_scores(output)
 
     async def pause(self) -> None:
-        self._require_running()
-        if self._paused:
+        self._calls.require_serving()
+        if self._calls.paused:
             return
-        self._going.clear()
-        self._paused = True
+        self._calls.pause()
         # Not ``pause_generation``: that is this call and a sleep of 20 ms for callers who want their outputs first.
         await self._call(self._llm.engine_core.pause_scheduler_async("keep", False))
         self._busy.set(busy=False)
 
     async def resume(self) -> None:
-        self._require_running()
-        if not self._paused:
+        self._calls.require_serving()
+        if not self._calls.paused:
             return
         await self._call(self._llm.resume_generation())
-        self._paused = False
-        self._busy.set(busy=bool(self._in_flight))
-        self._going.set()
+        self._calls.resume()
+        self._busy.set(busy=self._in_flight > 0)
+
+    async def stage(self, version: int, tensors: Mapping[str, object]) -> None:
+        """``ports.StagesWeights``, with ``sync.stage=device``: threads of the workers fill a second set of weights."""
+        self._calls.require_serving()
+        self.unstage()
+        await finished(self._calls.run(self._fill_second_set(self._arriving.verify(tensors))))
+        self._staged = version
+
+    def unstage(self) -> None:
+        self._staged = None
+
+    async def _fill_second_set(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        placed = await asyncio.to_thread(self._shelf.put, tensors)
+        said = await reports(lambda path: self._call(self._llm.collective_rpc("streamrl_stage", args=(placed, path))))
+        if failed := [each for each in said if each]:
+            raise WeightSyncError(f"vLLM could not stage the weights: {failed[0]}")
 
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
         """``WeightSyncError`` leaves the old weights serving; after any other error the engine must not go on."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        self._require_running()
-        if not self._paused:
+        self._calls.require_serving()
+        if not self._calls.paused:
             raise WeightSyncError(f"version {version}: pause the engine before load")
-        verified = self._blueprint.verify(tensors)
-        placed = await asyncio.to_thread(self._shelf.put, verified)
-        await self._call(self._llm.start_weight_update())
-        await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info=placed)))
-        await self._call(self._llm.finish_weight_update(weight_version=str(version)))
-        if self._config.engine.kv == "recompute":
-            await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
-        self._version = version
-        self._loads += 1
+        staged, self._staged = self._staged == version, None
+        placed = None if staged else await asyncio.to_thread(self._shelf.put, self._arriving.verify(tensors))
+        with self._calls.loading(version):
+            if placed is None:
+                await self._call(self._llm.collective_rpc("streamrl_exchange"))
+            elif self._adapter is None:
+                await self._call(self._llm.start_weight_update())
+                await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info=placed)))
+                await self._call(self._llm.finish_weight_update())
+            else:
+                await self._call(self._llm.collective_rpc("streamrl_replace_adapter", args=(placed,)))
+            await self._call(self._llm.update_weight_version(str(version)))
+            if self._config.engine.kv == "recompute":
+                await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
 
     async def close(self) -> None:
         """End vLLM's processes; requests in flight end with ``asyncio.CancelledError``. Idempotent."""
-        if self._closed:
+        if not await self._calls.close():
             return
-        self._closed = True
-        for task in self._in_flight:
-            task.cancel()
-        if self._in_flight:
-            await asyncio.wait(self._in_flight)
         await asyncio.get_running_loop().run_in_executor(self._starter, partial(self._llm.shutdown, timeout=0))
         del self._llm  # its destructor needs modules that the interpreter's end may take before it
         self._starter.shutdown(wait=False)
@@ -214,56 +237,66 @@ class VllmEngine:
         """Prepare the workers, send one request through the model, and note how it was computed."""
         await self._call(self._llm.collective_rpc("streamrl_live_with", args=(os.getpid(),)))
         await self._call(self._llm.collective_rpc("streamrl_prepare"))
-        await self._call(self._llm.update_weight_version(str(self._version)))
+        if self._config.model.lora.rank:
+            await self._hold_adapter()
+        if self._config.sync.stage == "device":
+            said: list[str] = await self._call(self._llm.collective_rpc("streamrl_keep_second_set"))
+            if refused := [each for each in said if each]:
+                raise ConfigError(f"sync.stage=device: {refused[0]}; set sync.stage=host")
+        await self._call(self._llm.update_weight_version(str(self.version)))
         try:
             await self.score([0, 0])
         except ActorDied as error:
             raise ConfigError(f"engine=vllm: vLLM cannot run this model here; its log says why ({error})") from error
         self._facts = _facts(await self._call(self._llm.collective_rpc("streamrl_facts")), self._llm, self._config)
 
-    def _require_running(self) -> None:
-        if self._closed:
-            raise RuntimeError("engine vllm is closed")
+    async def _hold_adapter(self) -> None:
+        """From here on every request is computed with the adapter, which adds nothing until the first load."""
+        from streamrl.engines.vllm.adapters import adapter_request
+
+        arguments = holding_arguments(self._config, self._arriving)
+        check_placed(await self._call(self._llm.collective_rpc("streamrl_hold_adapter", kwargs=arguments)))
+        self._adapter = adapter_request()
+        await self._call(self._llm.add_lora(self._adapter))
 
     async def _track(self, request: Coroutine[Any, Any, T]) -> T:
-        """Run ``request`` as one of those in flight, which ``close`` cancels."""
-        task = asyncio.create_task(request)
-        self._in_flight.add(task)
-        if len(self._in_flight) == 1 and not self._paused:
+        """Run ``request`` as one of those in flight."""
+        self._in_flight += 1
+        if self._in_flight == 1 and not self._calls.paused:
             self._busy.set(busy=True)
         try:
-            return await task
+            return await request
         finally:
-            self._in_flight.discard(task)
+            self._in_flight -= 1
             if not self._in_flight:
                 self._busy.set(busy=False)
 
     async def _ask(self, tokens: list[int], params: Any) -> RequestOutput:
         """The finished request. Begun while paused, it waits here, so that its salt is that of the new weights."""
-        while self._paused:  # the next update may have begun by the time that this task runs again
-            await self._going.wait()
+        await self._calls.going()
         prompt: Any = {"type": "token", "prompt_token_ids": tokens}
         if self._config.engine.prefix_caching:
-            prompt["cache_salt"] = self._salt()
+            prompt["cache_salt"] = self._calls.salt
         return await self._call(self._last_output(prompt, params))
-
-    def _salt(self) -> str:
-        """Blocks of the prefix cache are found under the salt that they were filled under."""
-        return str(self._loads)
 
     async def _last_output(self, prompt: Any, params: Any) -> RequestOutput:
         """vLLM aborts the request where this task is cancelled."""
-        outputs = [each async for each in self._llm.generate(prompt, params, str(next(self._numbers)))]
+        request = self._llm.generate(prompt, params, str(next(self._numbers)), lora_request=self._adapter)
+        outputs = [each async for each in request]
         return outputs[-1]  # with FINAL_ONLY there is but one
 
     async def _call(self, call: Coroutine[Any, Any, T]) -> T:
-        """``call``; ``ActorDied`` where vLLM's processes are gone."""
-        from vllm.v1.engine.exceptions import EngineDeadError
+        return await self._calls.run(_alive(call))
 
-        try:
-            return await call
-        except EngineDeadError as error:
-            raise ActorDied("vLLM's engine process died; its traceback is above in this log") from error
+
+async def _alive(call: Coroutine[Any, Any, T]) -> T:
+    """``call``; ``ActorDied`` where vLLM's processes are gone."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        return await call
+    except EngineDeadError as error:
+        raise ActorDied("vLLM's engine process died; its traceback is above in this log") from error
 
 
 def require_vllm() -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.engines.blueprint import Blueprint
 from streamrl.engines.http_client import Refused, ServerClient
+from streamrl.engines.vllm.adapter_plan import (
+    ADAPTER,
+    ADAPTER_PATH,
+    check_placed,
+    holding_arguments,
+    room_for,
+)
 from streamrl.engines.vllm.settings import WEIGHTS, WORKER
 from streamrl.errors import ConfigError
 from streamrl.ports import EngineFacts
@@ -19,28 +26,35 @@ KV_USED = "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
 _DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER=0"
+_NEW_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 _SCALE_OUT = "--enable-scale-out"
 
 Info = Mapping[str, Any]
 
 
-async def checked_info(client: ServerClient, config: Config) -> Info:
-    """``/server_info`` as it came; ``ConfigError`` with every flag that the server was started without."""
+async def checked_info(client: ServerClient, config: Config, adapted: Sequence[str] = ()) -> Info:
+    """``/server_info`` as it came; ``ConfigError`` with every flag that the server was started without.
+
+    ``adapted``: as ``adapted_layers`` says, with LoRA.
+    """
     try:
         info = await client.get("/server_info?config_format=json")
     except Refused as error:
         if error.status != 404:
             raise
-        wanted = [_DEV_MODE, _MODEL_RUNNER, *(flag for flag, _ in _wanted(config, None)), _SCALE_OUT]
+        wanted = [_DEV_MODE, _MODEL_RUNNER, *(flag for flag, _ in _wanted(config, adapted, None)), _SCALE_OUT]
+        wanted[:0] = [_NEW_ADAPTERS] if adapted else []
         raise _refusal(client, wanted, "it is not in development mode, which updates of weights need") from error
-    missing = [flag for flag, met in _wanted(config, info["vllm_config"]) if not met]
+    missing = [flag for flag, met in _wanted(config, adapted, info["vllm_config"]) if not met]
     if info["vllm_env"].get("VLLM_USE_V2_MODEL_RUNNER") is not False:
         missing.insert(0, _MODEL_RUNNER)
+    if adapted and info["vllm_env"].get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") is not True:
+        missing.insert(0, _NEW_ADAPTERS)
     if not await _generates(client):
         missing.append(_SCALE_OUT)
     if missing:
         raise _refusal(client, missing, "it lacks what a run needs")
-    _check_unsupported(info["vllm_config"], client)
+    _check_unsupported(info["vllm_config"], config, client)
     if KV_USED not in gauges(await client.get_text("/metrics")):
         raise ConfigError(f"vLLM at {client.url}: it keeps no statistics; start it without --disable-log-stats")
     return info
@@ -93,6 +107,14 @@ async def prepare(client: ServerClient) -> None:
     await client.post("/resume", {})
 
 
+async def hold_adapter(client: ServerClient, config: Config, adapter: Blueprint) -> None:
+    """From here on requests that name the adapter are computed with it; it adds nothing until the first load."""
+    check_placed(await _workers(client, "streamrl_hold_adapter", **holding_arguments(config, adapter)))
+    known = {each["id"] for each in (await client.get("/v1/models"))["data"]}
+    if ADAPTER not in known:  # a run before this one may have told the server of it
+        await client.post_text("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": ADAPTER_PATH})
+
+
 async def facts_of(client: ServerClient, info: Info, config: Config) -> EngineFacts:
     """After a first forward pass."""
     workers, version = await _workers(client, "streamrl_facts"), await client.get("/version")
@@ -111,7 +133,7 @@ async def facts_of(client: ServerClient, info: Info, config: Config) -> EngineFa
     )
 
 
-def _wanted(config: Config, settings: Info | None) -> list[tuple[str, bool]]:
+def _wanted(config: Config, adapted: Sequence[str], settings: Info | None) -> list[tuple[str, bool]]:
     """Flags that a server needs, and whether it has each by its ``settings``; None: they are not known."""
     at = _Settings(settings)
     longest = config.model.max_length + 1  # a row of max_length tokens to score still samples one
@@ -129,6 +151,17 @@ def _wanted(config: Config, settings: Info | None) -> list[tuple[str, bool]]:
             f"--weight-transfer-config '{json.dumps({'backend': WEIGHTS})}'",
             at("weight_transfer_config", "backend") == WEIGHTS,
         ),
+        *(_wanted_for_adapters(config, adapted, at) if adapted else ()),
+    ]
+
+
+def _wanted_for_adapters(config: Config, adapted: Sequence[str], at: _Settings) -> list[tuple[str, bool]]:
+    room, found = room_for(config.model.lora.rank), at("lora_config", "target_modules")
+    return [
+        ("--enable-lora", at("lora_config", "max_loras") is not None),
+        (f"--max-lora-rank {room}", (at("lora_config", "max_lora_rank") or 0) >= room),
+        (f"--lora-target-modules {' '.join(adapted)}", sorted(found or ()) == sorted(adapted)),
+        ("--load-format auto", at("load_config", "load_format") not in (None, "dummy")),
     ]
 
 
@@ -142,13 +175,15 @@ class _Settings:
         return (self._settings.get(section) or {}).get(name)
 
 
-def _check_unsupported(settings: Info, client: ServerClient) -> None:
+def _check_unsupported(settings: Info, config: Config, client: ServerClient) -> None:
     copies = settings["parallel_config"]["data_parallel_size"]
     problem = ""
     if copies != 1:
         problem = f"it holds {copies} copies of the model; start it with --data-parallel-size 1, one server per copy"
     elif settings["speculative_config"] is not None:
         problem = "it speculates, which blurs versions; start it without --speculative-config"
+    elif settings.get("lora_config") is not None and not config.model.lora.rank:
+        problem = "it serves adapters, and this run trains the whole model; start it without --enable-lora"
     if problem:
         raise ConfigError(f"vLLM at {client.url}: {problem}")
 

@@ -17,20 +17,21 @@ import asyncio
 import logging
 import os
 import secrets
-import uuid
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from streamrl.engines.blueprint import Blueprint
+from streamrl.engines.calls import Calls
 from streamrl.engines.http_client import Refused, ServerClient
 from streamrl.engines.meter import Meter
 from streamrl.engines.requests import check_params, checked_tokens
+from streamrl.engines.shelf import Shelf
 from streamrl.engines.vllm import server_checks
+from streamrl.engines.vllm.adapter_plan import ADAPTER, adapted_layers, arriving_weights
 from streamrl.engines.vllm.parameters import sampling_arguments, scoring_arguments
-from streamrl.engines.vllm.shelf import Shelf
 from streamrl.errors import ActorDied, ConfigError, DeadlineExceeded, WeightSyncError
 from streamrl.ports import EngineFacts, EngineStatistics
 from streamrl.schema import Config
@@ -43,7 +44,6 @@ _LOAD_EVERY_S = 1.0
 _LAST_WORD_S = 5.0
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class VllmServerEngine:
@@ -52,19 +52,14 @@ class VllmServerEngine:
     A cache of prefixes is salted by the load under which a request began: none reads what weights before it computed.
     """
 
-    def __init__(self, config: Config, client: ServerClient, blueprint: Blueprint) -> None:
+    def __init__(self, config: Config, client: ServerClient, blueprint: Blueprint, arriving: Blueprint) -> None:
         self._config = config
         self._client = client
         self._blueprint = blueprint
+        self._arriving = arriving
+        """What ``load`` gets: the model, or with LoRA the adapter alone."""
         self._shelf = Shelf()
-        self._version = -1
-        self._salt = uuid.uuid4().hex
-        """A new one with every load, and none that an engine on this server had before."""
-        self._paused = self._closed = False
-        self._failure: Exception | None = None
-        self._resumed = asyncio.Event()
-        self._resumed.set()
-        self._pending: set[asyncio.Task[Any]] = set()
+        self._calls = Calls(f"vLLM at {client.url}")
         self._meter = Meter()
         self._preemptions: float | None = None
         """Of the server's life so far, as it said last."""
@@ -77,34 +72,39 @@ class VllmServerEngine:
         Requests in flight there are aborted. Raises ``ConfigError`` for a server that cannot serve this run.
         """
         blueprint = await asyncio.to_thread(Blueprint.of, model_folder, config.model.dtype)
+        arriving = await asyncio.to_thread(arriving_weights, config, model_folder, blueprint)
         client = ServerClient("vLLM", url, os.environ.get(KEY_VARIABLE, ""), key_statuses=(401,))
-        engine = cls(config, client, blueprint)
+        engine = cls(config, client, blueprint, arriving)
         try:
             await engine._begin()
-        except BaseException:
+        except BaseException:  # whatever ends a start, also a cancellation: nothing may stay behind
             await engine.close()
             raise
         return engine
 
     async def _begin(self) -> None:
-        info = await self._guarded(server_checks.checked_info(self._client, self._config))
-        await self._guarded(server_checks.check_model(self._client, self._config, self._blueprint))
+        lora = self._config.model.lora.rank > 0
+        adapted = adapted_layers(self._arriving.shapes) if lora else ()
+        info = await self._calls.run(server_checks.checked_info(self._client, self._config, adapted))
+        await self._calls.run(server_checks.check_model(self._client, self._config, self._blueprint))
         probe = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.float32)
         placed = self._shelf.put({"probe": probe})
-        await self._guarded(server_checks.check_memory(self._client, placed, {"probe": probe.tolist()}))
-        await self._guarded(server_checks.prepare(self._client))
+        await self._calls.run(server_checks.check_memory(self._client, placed, {"probe": probe.tolist()}))
+        await self._calls.run(server_checks.prepare(self._client))
+        if lora:
+            await self._calls.run(server_checks.hold_adapter(self._client, self._config, self._arriving))
         answer = await self._answer([0, 0], scoring_arguments(1.0))
-        self._facts = await self._guarded(server_checks.facts_of(self._client, info, self._config))
+        self._facts = await self._calls.run(server_checks.facts_of(self._client, info, self._config))
         if self._facts.prefix_caching and answer["usage"]["prompt_tokens_details"] is None:
             raise ConfigError(
                 f"vLLM at {self._client.url}: it caches prefixes and does not count them; start it with "
                 "--enable-prompt-tokens-details, or with --no-enable-prefix-caching"
             )
-        await self._ask_load()
+        await self._calls.run(self._measure())
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._calls.version
 
     def facts(self) -> EngineFacts:
         """What the workers and vLLM's final settings say; the head's dtype was seen in a forward pass."""
@@ -112,14 +112,14 @@ class VllmServerEngine:
 
     def statistics(self) -> EngineStatistics:
         """Of what went through this engine; the KV share is the server's, at most a second before the last answer."""
-        return self._meter.statistics(self._config.engine.slots, self._version)
+        return self._meter.statistics(self._config.engine.slots, self.version)
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Generation:
         """Sample one continuation; ``ValueError`` for a prompt or parameters that cannot be served.
 
         The same prompt, parameters, seed and weights give the same tokens. Raises ``ActorDied`` when the server dies.
         """
-        self._require_serving()
+        self._calls.require_serving()
         longest = self._config.model.max_length
         prompt = checked_tokens("prompt", prompt_ids, longest - 1, self._blueprint.vocabulary).tolist()
         check_params(params)
@@ -135,72 +135,61 @@ class VllmServerEngine:
 
     async def score(self, token_ids: Sequence[int], temperature: float = 1.0) -> np.ndarray:
         """Asked again where weights changed meanwhile, so that all scores are of one version."""
-        self._require_serving()
+        self._calls.require_serving()
         if not 0 < temperature < float("inf"):
             raise ValueError(f"score: temperature must be over 0 and finite, got {temperature}")
         longest = self._config.model.max_length
         tokens = checked_tokens("score", token_ids, longest, self._blueprint.vocabulary).tolist()
         scores = np.zeros(len(tokens), dtype=np.float32)
         salt = ""
-        while len(tokens) > 1 and salt != self._salt:
-            salt = self._salt
+        while len(tokens) > 1 and salt != self._calls.salt:
+            salt = self._calls.salt
             answer = await self._answer(tokens, scoring_arguments(temperature))
             scores[1:] = [each[str(token)]["logprob"] for token, each in _after_first(tokens, answer)]
         return scores
 
     async def pause(self) -> None:
-        self._require_serving()
-        if self._paused:
+        self._calls.require_serving()
+        if self._calls.paused:
             return
-        self._resumed.clear()
-        self._paused = True
+        self._calls.pause()
         self._meter.pause()
-        await self._guarded(self._client.post("/pause?mode=keep&clear_cache=false", {}))
+        await self._calls.run(self._client.post("/pause?mode=keep&clear_cache=false", {}))
 
     async def resume(self) -> None:
-        self._require_serving()
-        if not self._paused:
+        self._calls.require_serving()
+        if not self._calls.paused:
             return
-        await self._guarded(self._client.post("/resume", {}))
-        self._paused = False
+        await self._calls.run(self._client.post("/resume", {}))
         self._meter.resume()
-        self._resumed.set()
+        self._calls.resume()
 
     async def load(self, version: int, tensors: Mapping[str, object]) -> None:
         """``WeightSyncError`` leaves the old weights serving; after any other error the engine must not go on."""
-        self._require_serving()
-        if not self._paused:
+        self._calls.require_serving()
+        if not self._calls.paused:
             raise WeightSyncError(f"load of version {version} while generating: pause the engine first")
-        placed = await asyncio.to_thread(self._shelf.put, self._blueprint.verify(tensors))
-        try:
-            await self._guarded(self._update(version, placed))
-        except BaseException as error:
-            reason = f"version {version} was half loaded when this happened: {error or type(error).__name__}"
-            failure = ActorDied(f"vLLM at {self._client.url}: {reason}; the engine must be replaced")
-            self._fail(failure)
-            if isinstance(error, Exception):
-                raise failure from error
-            raise
-        self._version = version
-        self._salt = uuid.uuid4().hex
+        placed = await asyncio.to_thread(self._shelf.put, self._arriving.verify(tensors))
+        with self._calls.loading(version):
+            await self._calls.run(self._update(version, placed))
 
     async def _update(self, version: int, placed: Mapping[str, object]) -> None:
-        await self._client.post("/start_weight_update", {})
-        await self._client.post("/update_weights", {"update_info": placed})
-        await self._client.post("/finish_weight_update", {"weight_version": str(version)})
+        if self._config.model.lora.rank:
+            called = {"method": "streamrl_replace_adapter", "kwargs": {"placed": placed}}
+            await self._client.post("/collective_rpc", called)
+            await self._client.post("/update_weight_version", {"new_version": str(version)})
+        else:
+            await self._client.post("/start_weight_update", {})
+            await self._client.post("/update_weights", {"update_info": placed})
+            await self._client.post("/finish_weight_update", {"weight_version": str(version)})
         if self._config.engine.kv == "recompute":
             await self._client.post("/reset_prefix_cache?reset_running_requests=true", {})
 
     async def close(self) -> None:
         """Leave the server as it is, with the weights that it has; requests in flight end with ``CancelledError``."""
-        if self._closed:
+        if not await self._calls.close():
             return
-        self._closed = True
-        for task in list(self._pending):
-            task.cancel()
-        if self._pending:
-            await asyncio.wait(self._pending)
-        if self._failure is None:
+        if not self._calls.failed:
             await self._last_words()
         await self._client.close()
         self._shelf.close()
@@ -208,7 +197,7 @@ class VllmServerEngine:
     async def _last_words(self) -> None:
         """Calls that nobody waits for any more; where they fail, the next run on this server makes up for them."""
         calls: list[tuple[str, object]] = [("/collective_rpc", {"method": "streamrl_forget"})]
-        if self._paused:
+        if self._calls.paused:
             calls.append(("/resume", {}))
         try:
             for path, body in calls:
@@ -218,10 +207,11 @@ class VllmServerEngine:
 
     async def _answer(self, tokens: list[int], params: Mapping[str, object]) -> Any:
         """Of a finished request. Begun while paused, it waits here, so that its salt is that of the new weights."""
-        while self._paused:  # the next update may have begun by the time that this task runs again
-            await self._guarded(self._resumed.wait())
-        asked = {"token_ids": tokens, "sampling_params": params, "cache_salt": self._salt}
-        return await self._guarded(self._ask(asked))
+        await self._calls.going()
+        asked = {"token_ids": tokens, "sampling_params": params, "cache_salt": self._calls.salt}
+        if self._config.model.lora.rank:
+            asked["model"] = ADAPTER
+        return await self._calls.run(self._ask(asked))
 
     async def _ask(self, asked: Mapping[str, object]) -> Any:
         """The server aborts a request whose connection is closed, as by the cancellation of this call."""
@@ -234,45 +224,16 @@ class VllmServerEngine:
 
     async def _ask_load(self) -> None:
         """How full the server is, at most once in ``_LOAD_EVERY_S``, and after an answer only."""
-        if self._closed or self._failure is not None or not self._meter.due(_LOAD_EVERY_S):
-            return
-        found = server_checks.gauges(await self._guarded(self._client.get_text("/metrics")))
+        if self._calls.serving and self._meter.due(_LOAD_EVERY_S):
+            await self._calls.aside(self._measure())
+
+    async def _measure(self) -> None:
+        found = server_checks.gauges(await self._client.get_text("/metrics"))
         self._meter.kv_used = found[server_checks.KV_USED]
         total = found[server_checks.PREEMPTIONS]
         if self._preemptions is not None:
             self._meter.count(0, 0, preemptions=int(total - self._preemptions))
         self._preemptions = total
-
-    def _require_serving(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise RuntimeError("engine vllm is closed: build a new one")
-
-    async def _guarded(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """``call``, ended by ``close`` and by the server's death."""
-        if self._failure is not None:
-            call.close()
-            raise self._failure
-        task = asyncio.create_task(call)
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            own = asyncio.current_task()
-            if self._failure is not None and own is not None and not own.cancelling():
-                raise self._failure from None
-            raise
-        except ActorDied as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, failure: Exception) -> None:
-        if self._failure is None:
-            self._failure = failure
-        for task in self._pending:
-            task.cancel()
 
 
 def generation(answer: Mapping[str, Any]) -> Generation:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from streamrl.engines.blueprint import Blueprint
+from streamrl.engines.vllm.adapter_plan import lora_arguments
 from streamrl.errors import ConfigError
 from streamrl.schema import Config
 
@@ -47,7 +48,7 @@ def engine_arguments(config: Config, folder: str, blueprint: Blueprint, *, cpu: 
         "logprobs_mode": "processed_logprobs",
         "enable_chunked_prefill": True,
         "generation_config": "vllm",  # that of the checkpoint would change how requests sample
-        "load_format": "dummy",  # whoever never gets weights is seen at once
+        "load_format": "auto" if config.model.lora.rank else "dummy",  # random: who never gets weights is seen at once
         "seed": config.seed,
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": WEIGHTS},
@@ -60,7 +61,7 @@ def engine_arguments(config: Config, folder: str, blueprint: Blueprint, *, cpu: 
         if engine.tensor_parallel * engine.pipeline_parallel == 1:
             arguments["distributed_executor_backend"] = _ONE_PROCESS
     overrides = {"hf_overrides": engine.args.get("hf_overrides", {}) | arguments["hf_overrides"]}
-    return arguments | engine.args | overrides
+    return arguments | lora_arguments(config, folder) | engine.args | overrides
 
 
 def make_engine_args(arguments: Mapping[str, Any]) -> Any:

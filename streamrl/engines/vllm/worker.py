@@ -9,7 +9,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,16 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 from streamrl.engines.blueprint import Blueprint
+from streamrl.engines.shelf import ShelfReader
+from streamrl.engines.vllm.adapters import HeldAdapter
+from streamrl.engines.vllm.experts import pack_with_every_load
+from streamrl.engines.vllm.heads import repack_tied_heads, tied_heads
 from streamrl.engines.vllm.settings import WEIGHTS
-from streamrl.engines.vllm.shelf import ShelfReader
+from streamrl.engines.vllm.staged import SecondSet, Stager
 
 # Each reload would warn of layers that got no weights of their own: a missing parameter is an error of ours below.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
@@ -75,10 +79,7 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        for head in tied_heads(self.model):
-            # Nothing was loaded into it, so the reload let it be; but where a backend computes with a packed copy of
-            # the weight, as on a CPU, that copy is still the old one.
-            head.quant_method.process_weights_after_loading(head)
+        repack_tied_heads(self.model)
         if missing := self._wanted - self._loaded:
             raise RuntimeError(f"vLLM loaded no weights into {sorted(missing)[:3]} ({len(missing)} parameters)")
 
@@ -91,14 +92,8 @@ class SharedMemoryTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._reader = ShelfReader()
 
 
-def tied_heads(model: torch.nn.Module) -> list[ParallelLMHead]:
-    """Heads whose weight is that of an embedding."""
-    layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
-    embeddings = {layer.weight.data_ptr() for layer in layers if not isinstance(layer, ParallelLMHead)}
-    return [layer for layer in layers if isinstance(layer, ParallelLMHead) and layer.weight.data_ptr() in embeddings]
-
-
 WeightTransferEngineFactory.register_engine(WEIGHTS, SharedMemoryTransfer)
+pack_with_every_load()
 
 
 class WorkerExtension:
@@ -111,6 +106,10 @@ class WorkerExtension:
     _weight_update_active: bool
     _streamrl_logits_dtype: str | None = None
     """None until ``streamrl_prepare``; empty until a forward pass."""
+    _streamrl_adapter: HeldAdapter | None = None
+    """With LoRA, from ``streamrl_hold_adapter`` on."""
+    _streamrl_stager: Stager | None = None
+    """With ``sync.stage=device``, from ``streamrl_keep_second_set`` on."""
 
     def streamrl_live_with(self, actor: int) -> None:
         """``actor`` is the process that this one must not outlive."""
@@ -135,6 +134,37 @@ class WorkerExtension:
             "head_dtype": self._streamrl_logits_dtype,
             "tied": bool(tied_heads(model)) or not any(isinstance(each, ParallelLMHead) for each in model.modules()),
         }
+
+    def streamrl_hold_adapter(self, shapes: Mapping[str, Sequence[int]], rank: int, alpha: float) -> list[str]:
+        """As in ``HeldAdapter.begin``."""
+        if self._streamrl_adapter is None:
+            self._streamrl_adapter = HeldAdapter(self.model_runner)
+        return self._streamrl_adapter.begin(shapes, rank, alpha)
+
+    def streamrl_replace_adapter(self, placed: dict[str, Any]) -> None:
+        """By what the shelf of ``placed`` holds, while no step runs."""
+        assert self._streamrl_adapter is not None, "streamrl_hold_adapter comes first"
+        self._streamrl_adapter.replace(ShelfReader().views(**placed))
+
+    def streamrl_keep_second_set(self) -> str:
+        """Of the weights, for ``streamrl_stage``; why that cannot be, or nothing."""
+        try:
+            self._streamrl_stager = Stager(SecondSet(self.model_runner.get_model(), self.model_config))
+        except ValueError as error:
+            return f"no second set of this model's weights can be kept: {error}"
+        except torch.OutOfMemoryError:
+            return "no room for a second set of weights, which a lower engine.args.gpu_memory_utilization leaves"
+        return ""
+
+    def streamrl_stage(self, placed: dict[str, Any], report: str) -> None:
+        """Fill the second set with what the shelf of ``placed`` holds, beside the steps; ``report`` is told the end."""
+        assert self._streamrl_stager is not None, "streamrl_keep_second_set comes first"
+        self._streamrl_stager.begin(placed, report)
+
+    def streamrl_exchange(self) -> None:
+        """The sets, while no step runs."""
+        assert self._streamrl_stager is not None, "streamrl_keep_second_set comes first"
+        self._streamrl_stager.second.exchange()
 
     def streamrl_shapes(self) -> dict[str, list[int]]:
         """Of the parameters of the transformers model in the server's folder, by name."""

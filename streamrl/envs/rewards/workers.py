@@ -72,7 +72,7 @@ class WorkerPool:
         worker = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe, limit=LINE_BYTES)
         try:
             await self._exchange(worker, b"", self._start_timeout_s, "to start")
-        except BaseException:
+        except BaseException:  # whatever ends the start, also a cancellation: no process may stay behind
             await _end(worker)
             raise
         return worker

@@ -50,6 +50,7 @@ class Group:
     def __init__(self, store: dist.Store, plan: Plan, rank: int) -> None:
         self.plan = plan
         self.broken = False
+        self._closed = False
         self._store = store
         self._rank = rank
         self._group: dist.ProcessGroupGloo | None = None
@@ -70,9 +71,17 @@ class Group:
         return self._worker.submit(self._guarded, take_part)
 
     def close(self) -> None:
-        """Leave; waits for the operation under way. The others see the connection close."""
+        """Leave, without waiting; idempotent. The thread ends with the operation under way.
+
+        Then the connections close, which at once ends what the others wait for.
+        """
         self.broken = True
-        self._worker.shutdown(cancel_futures=True)
+        if not self._closed:
+            self._closed = True
+            self._worker.submit(self._leave)
+            self._worker.shutdown(wait=False)
+
+    def _leave(self) -> None:
         self._group = None
 
     def _connect(self) -> None:
@@ -102,7 +111,7 @@ class CollectiveSender(Sender):
         path = f"{endpoint.removeprefix('ipc://')}-group-{os.urandom(4).hex()}"
         self.address = msgspec.json.encode([self._pull.address, path]).decode()
         self._path = Path(path)
-        self._store = dist.FileStore(path)
+        self._store = _open_store(path)
         self._members: set[str] = set()
         self._group: Group | None = None
         self._generation = 0
@@ -121,7 +130,7 @@ class CollectiveSender(Sender):
             return
         tokens = await asyncio.to_thread(self._registered, sorted(self._members))
         if self._group is None or self._group.broken or self._group.plan.tokens != tokens:
-            await self._regroup(tokens)
+            self._regroup(tokens)
         self._wanted.add(version.version)
         plan = self._group.plan if self._group else Plan()
         await asyncio.to_thread(self._store.set, _plan_key(version), msgspec.json.encode(plan).decode())
@@ -149,10 +158,10 @@ class CollectiveSender(Sender):
         keys = [_member_key(member) for member in members]
         return tuple(self._store.get(key).decode() for key in keys if self._store.check([key]))
 
-    async def _regroup(self, tokens: tuple[str, ...]) -> None:
-        old, self._group = self._group, None
-        if old is not None:
-            await asyncio.to_thread(old.close)
+    def _regroup(self, tokens: tuple[str, ...]) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
         if tokens:
             self._generation += 1
             self._group = Group(self._store, Plan(self._generation, tokens), 0)
@@ -166,7 +175,7 @@ class CollectiveReceiver(Receiver):
         if not os.path.exists(path):
             raise WeightSyncError(f"{path} is missing: the publisher is gone, or on another host")
         self._pull = ZmqReceiver(pull, manifest, timeout_s=timeout_s)
-        self._store = dist.FileStore(path)
+        self._store = _open_store(path)
         self._token = f"{member}#{os.urandom(8).hex()}"
         self._group: Group | None = None
         self._planned: tuple[str, int] | None = None
@@ -195,8 +204,8 @@ class CollectiveReceiver(Receiver):
             plan = await asyncio.to_thread(self._look_up, _plan_key(bucket))
             self._planned = bucket.session, bucket.version
             if self._group is not None and self._group.plan != plan:
-                old, self._group = self._group, None
-                await asyncio.to_thread(old.close)
+                self._group.close()
+                self._group = None
             if self._group is None and self._token in plan.tokens:
                 self._group = Group(self._store, plan, 1 + plan.tokens.index(self._token))
         return self._group
@@ -210,6 +219,12 @@ class CollectiveReceiver(Receiver):
             self._group.close()
             self._group = None
         self._pull.close()
+
+
+def _open_store(path: str) -> dist.Store:
+    store = dist.FileStore(path)
+    store.set_timeout(timedelta(seconds=PATIENCE_S))  # else it looks five minutes for a file that is gone
+    return store
 
 
 def _member_key(member: str) -> str:

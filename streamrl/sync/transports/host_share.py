@@ -19,6 +19,7 @@ import contextlib
 import os
 import socket
 import struct
+from pathlib import Path
 
 import msgspec
 
@@ -30,6 +31,8 @@ from streamrl.sync.transport import BucketId
 FRAME_LIMIT = 4096
 GUESTS = 128
 """Connections that wait to be accepted; a host has fewer receivers."""
+HOST_VARIABLE = "STREAMRL_HOST"
+"""Environment variable: a process with another value counts to another host. For trying out several on one machine."""
 _CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid (unix(7), SO_PEERCRED)."""
 
@@ -56,7 +59,10 @@ _ANSWER = msgspec.msgpack.Decoder(Answer)
 
 
 class HostShare:
-    """One receiver's part in it. All methods belong to the event loop. ``patience_s``: for an answer to come."""
+    """One receiver's part in it. All methods belong to the event loop.
+
+    ``name``: of who shares; ``patience_s``: for an answer to come.
+    """
 
     def __init__(self, name: str, memory: Arena, patience_s: float) -> None:
         self._name = f"\0streamrl-{name}"
@@ -74,6 +80,11 @@ class HostShare:
         self._number = 0
         self._alone = -1
         """The version for which the first was asked in vain."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this one pulls, and the others of this host copy from it."""
+        return self._listener is not None
 
     # What this process has --------------------------------------------------------------------------------------------
 
@@ -99,8 +110,10 @@ class HostShare:
 
     async def find(self, bucket: BucketId) -> memoryview | None:
         """The bucket in the memory of this host's first receiver; None: it has to be pulled."""
-        if self._listener is None and self._first is None:
-            self._join()
+        alone = self._listener is None and self._first is None
+        # Who gets all in private, as an observer, cannot be the one that the others wait for.
+        if alone and (bucket.private or not self._take_name()):
+            self._connect()
         if self._first is None or bucket.attempt or bucket.version == self._alone:
             return None
         path = await self._ask(self._first, bucket)
@@ -129,18 +142,21 @@ class HostShare:
             self._leave()
             return ""
 
-    def _join(self) -> None:
-        """Take the name, or connect to whoever has it. Neither: this time the bucket is pulled."""
+    def _take_name(self) -> bool:
+        """Become the first; False: another one is."""
         listener = _socket()
         try:
             listener.bind(self._name)
             listener.listen(GUESTS)
-        except OSError:  # taken
+        except OSError:
             listener.close()
-        else:
-            self._listener = listener
-            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
-            return
+            return False
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+        return True
+
+    def _connect(self) -> None:
+        """Find the first; where there is none that can be spoken to, this time the bucket is pulled."""
         first = _socket()
         try:
             first.connect(self._name)
@@ -213,6 +229,12 @@ class HostShare:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
             self._listener = None
+
+
+def this_host() -> str:
+    """What processes have in common that share a kernel and its network interfaces."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.environ.get(HOST_VARIABLE, '')}"
 
 
 def _socket() -> socket.socket:

@@ -1,20 +1,21 @@
-"""Transport ``nixl``: receivers read buckets one-sidedly out of the publisher's slab (NIXL over UCX).
+"""Transport ``nixl``: receivers read buckets one-sidedly out of the publisher's slab, or out of each other's memory.
 
 ::
 
-    sender                                     first receiver of a host              the others of that host
-    | slot 0 | slot 1 |   ── one-sided read ──►  | slot 0 | slot 1 |  ── copy ──►      | slot 0 | slot 1 |
-    | board: version, buckets on offer |  ────►  whether the slot still was what was read
+    trainer                          first receiver of a host                       the others of that host
+    | slot 0 | slot 1 |  ── read ──►  | slot 0 | slot 1 |  ── copy ──►               | slot 0 | slot 1 |
+    | board           |               | board           |  ── read ──► first receiver of another host ──► …
 
-The trainer's code takes no part in a read. Its *board* says of each slot which version is on offer, and how many of
-its buckets; it is read after the bucket, and cleared before the slot is overwritten. Who reads from whom within a host
-is in ``host_share.py``; retries always read from the trainer.
+The code of whose memory is read takes no part (``nixl_memory.py``). Who reads from whom within a host is in
+``host_share.py``, and from host to host in ``chain.py``. Retries, late joiners and observers always read from the
+trainer, as does whoever waits too long. Of the waits for others each is longer than those that it includes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import threading
 import uuid
 from collections.abc import Callable
@@ -22,86 +23,113 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
+import xxhash
 
 from streamrl.errors import StreamRLError, WeightSyncError
-from streamrl.nixl import Agent, Pair
 from streamrl.sync.arena import Arena
 from streamrl.sync.manifest import Manifest
 from streamrl.sync.transport import BucketId, Receiver, Sender
-from streamrl.sync.transports.host_share import HostShare
+from streamrl.sync.transports.chain_links import ChainEnd, ChainHub, identity_of
+from streamrl.sync.transports.host_share import HostShare, this_host
+from streamrl.sync.transports.nixl_memory import OpenMemory, Owner, Place, Pull
 
-SETTING = "sync.transport=nixl"
+READ_PATIENCE = 1 / 16
+"""Of ``timeout_s``: for a read from another host."""
+CHAIN_PATIENCE = 2 / 16
+"""For a host that could read, until nobody waits for it any more."""
+TURN_PATIENCE = 3 / 16
+"""For the host before this one to have a bucket."""
+HOST_PATIENCE = 4 / 16
+"""For the first receiver of this host to have it. That leaves the time to pull."""
+
+TRAINER = "the publisher"
+OTHER_HOST = "that host"
+"""Whose memory is read, in messages."""
+
+log = logging.getLogger(__name__)
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a sender's memory lies; travels in Welcome, in base64."""
+    """How to reach a sender; travels in Welcome, in base64."""
 
-    agent: str
-    slots: tuple[int, int]
-    """Addresses; 0 where slots are empty."""
-    board: int
-    metadata: bytes
-    """NIXL's own."""
+    place: Place
+    host: str
+    chain: str
+    """Endpoint of its ``ChainHub``."""
 
 
 class NixlSender(Sender):
-    """Registers the slab and keeps the board. Raises ``ConfigError`` without the nixl package."""
+    """The slab as memory that others read, and who reads from whom. Raises ``ConfigError`` without the nixl package."""
 
     name = "nixl"
 
-    def __init__(self, arena: Arena) -> None:
-        name = f"weights#{uuid.uuid4().hex[:16]}"
-        # Receivers connect, and read where only tcp leads here, with the help of the progress thread.
-        self._agent = Agent(SETTING, name, progress=True)
-        self._board = _board()
-        one, other = (_register(self._agent, arena.slot(slot)) for slot in (0, 1))
-        board = _register(self._agent, self._board.data.cast("B"))
-        address = Address(name, (one, other), board, self._agent.metadata())
+    def __init__(self, arena: Arena, endpoint: str, timeout_s: float) -> None:
+        self._memory = OpenMemory(f"weights#{uuid.uuid4().hex[:16]}", arena)
+        self._chain = ChainHub(endpoint, len(arena.manifest.buckets), CHAIN_PATIENCE * timeout_s)
+        address = Address(self._memory.place, this_host(), self._chain.address)
         self.address = base64.b64encode(msgspec.msgpack.encode(address)).decode()
 
     async def run(self) -> None:
-        await asyncio.Event().wait()
+        await self._chain.run()
 
     def set_members(self, names: set[str]) -> None:
-        """Who knows the address reads; nobody needs to be known."""
+        self._chain.set_members(names)
 
     async def begin(self, version: BucketId) -> None:
-        if self._board[version.slot, 0] != version.version:
-            self._board[version.slot] = version.version, 0
+        self._memory.begin(version.slot, version.version)
+        self._chain.begin(version.session, version.version)
 
     async def offer(self, bucket: BucketId, payload: memoryview) -> None:
-        self._board[bucket.slot, 1] = max(self._board[bucket.slot, 1], bucket.index + 1)
+        self._memory.has(bucket.slot, bucket.index)
+        self._chain.offered(bucket.version, bucket.index + 1)
 
     async def complete(self, version: BucketId) -> None:
         """Each bucket is there as soon as it is offered."""
 
     def withdraw(self, version: int) -> None:
-        self._board[self._board[:, 0] == version] = -1, 0
+        self._memory.withdraw(version)
+        self._chain.withdraw(version)
 
     def close(self) -> None:
-        self._agent.close()
+        self._memory.close()
 
 
 class NixlReceiver(Receiver):
-    """Two slots of memory that the other receivers of this host may read. ``timeout_s``: for one bucket to come.
+    """Two slots of memory that other receivers may read. ``timeout_s``: for one bucket to come from the trainer.
 
-    Raises ``WeightSyncError`` for an address that is none, or without the memory.
+    Raises ``WeightSyncError`` for an address that is none.
     """
 
     in_place = False
 
     def __init__(self, address: str, manifest: Manifest, *, member: str, timeout_s: float) -> None:
         try:
-            sender = msgspec.msgpack.decode(base64.b64decode(address, validate=True), type=Address)
+            self._sender = msgspec.msgpack.decode(base64.b64decode(address, validate=True), type=Address)
         except (ValueError, msgspec.DecodeError) as error:
             raise WeightSyncError(f"no address of a publisher's memory: {error}") from None
-        self._closed = False
+        self._trainer = Owner(self._sender.place, TRAINER, timeout_s)
         self._manifest = manifest
-        self._staging = Arena(manifest)
-        self._pull = _Pull(sender, self._staging, f"{member}#{uuid.uuid4().hex[:12]}", timeout_s)
-        # One that has nothing is waited for as long as leaves the time to pull.
-        self._host = HostShare(sender.agent, self._staging, patience_s=timeout_s / 4)
+        self._member = member
+        self._life = uuid.uuid4().hex[:12]
+        self._timeout_s = timeout_s
+        self._reserved = False
+        self._staging: Arena
+        self._pull: Pull
+        self._host: HostShare
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"{member}: weights")
+        self._here = this_host()
+        self._elsewhere = self._sender.host != self._here
+        """On another host than the trainer's, and able to pass on."""
+        self._chain = ChainEnd(self._sender.chain, identity_of(member, self._life), TURN_PATIENCE * timeout_s)
+        self._open: OpenMemory | None = None
+        """The staging memory, for other hosts."""
+
+    def reserve(self) -> None:
+        self._staging = Arena(self._manifest)
+        self._pull = Pull(self._staging, f"{self._member}#{uuid.uuid4().hex[:12]}")
+        name = f"{self._sender.place.agent}@{xxhash.xxh3_64_hexdigest(self._here.encode())}"
+        self._host = HostShare(name, self._staging, HOST_PATIENCE * self._timeout_s)
+        self._reserved = True
 
     def memory(self, slot: int) -> memoryview:
         return self._staging.slot(slot)
@@ -111,17 +139,62 @@ class NixlReceiver(Receiver):
         if out.nbytes != expected:
             raise WeightSyncError(f"bucket {bucket.index} takes {expected} bytes; asked for are {out.nbytes}")
         self._host.lacks(bucket)
+        if self._open is not None:
+            self._open.lacks(bucket.slot, bucket.version, bucket.index)
         try:
             found = await self._host.find(bucket)
             if found is None:
-                await self._work(lambda stopped: self._pull.fetch(bucket, out, stopped))
+                await self._read(bucket, out)
             else:
                 source = np.frombuffer(found, np.uint8)
                 await self._work(lambda stopped: np.copyto(np.frombuffer(out, np.uint8), source))
-        except BaseException:
+        except BaseException:  # whatever it is, also a cancellation: others wait for this bucket
             self._host.fails(bucket)
+            self._chain.fails(bucket)
             raise
+        if self._open is not None:
+            self._open.has(bucket.slot, bucket.index)
         self._host.has(bucket)
+        self._chain.has(bucket)
+
+    async def _read(self, bucket: BucketId, out: memoryview) -> None:
+        """From the host before this one, where there is one; else from the trainer."""
+        if address := await self._upstream_of(bucket):
+            try:
+                await self._work(lambda stopped: self._fetch_from(address, bucket, out, stopped))
+                return
+            except WeightSyncError as error:
+                log.warning("%s: another host was read: %s; the rest is read from the trainer", self._member, error)
+                self._chain.give_up()
+        await self._work(lambda stopped: self._pull.fetch(self._trainer, bucket, out, stopped))
+
+    async def _upstream_of(self, bucket: BucketId) -> bytes:
+        """Address of the host that has the bucket, as soon as it does; empty: the trainer is to be read."""
+        if not self._elsewhere or not self._host.first or bucket.private or bucket.attempt:
+            return b""
+        if bucket.index:
+            return await self._chain.ask(bucket, b"")
+        if self._open is None:
+            try:
+                await self._work(self._let_in)
+            except StreamRLError as error:
+                log.warning("%s: other hosts cannot read here, so that it reads from none: %s", self._member, error)
+                self._elsewhere = False
+                return b""
+        assert self._open is not None, "it was made just now"
+        self._open.lacks(bucket.slot, bucket.version, bucket.index)
+        return await self._chain.ask(bucket, msgspec.msgpack.encode(self._open.place))
+
+    def _let_in(self, stopped: threading.Event) -> None:
+        self._open = OpenMemory(f"{self._member}#{self._life}", self._staging)
+
+    def _fetch_from(self, address: bytes, bucket: BucketId, out: memoryview, stopped: threading.Event) -> None:
+        """From another host."""
+        try:
+            place = msgspec.msgpack.decode(address, type=Place)
+        except msgspec.DecodeError as error:
+            raise WeightSyncError(f"no address of a host's memory: {error}") from None
+        self._pull.fetch(Owner(place, OTHER_HOST, READ_PATIENCE * self._timeout_s), bucket, out, stopped)
 
     async def _work(self, work: Callable[[threading.Event], None]) -> None:
         """Run it on the worker's thread; a cancellation stops it and waits for its end."""
@@ -136,82 +209,15 @@ class NixlReceiver(Receiver):
             raise
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
+        self._chain.close()
+        if self._reserved:
+            self._reserved = False
             self._host.close()
-            self._worker.submit(self._pull.close)
+            self._worker.submit(self._close_agents)
             self._worker.shutdown()
             self._staging.close()
 
-
-class _Pull:
-    """A receiver's agent. All of it on one thread; ``memory`` is what reads land in."""
-
-    def __init__(self, sender: Address, memory: Arena, name: str, timeout_s: float) -> None:
-        self._sender = sender
-        self._memory = memory
-        self._name = name
-        self._timeout_s = timeout_s
-        self._agent: Agent | None = None
-        self._lives = 0
-        self._board = _board()
-
-    def fetch(self, bucket: BucketId, out: memoryview, stopped: threading.Event) -> None:
-        """``WeightSyncError`` when the bucket is not on offer, does not come in time, or nobody is there."""
-        what = f"bucket {bucket.index} of version {bucket.version}"
-        offset = self._memory.manifest.buckets[bucket.index].offset
-        board = self._board.data.cast("B")
-        try:
-            agent = self._agent or self._connect()
-            self._read(agent, _address(out), self._sender.slots[bucket.slot] + offset, out.nbytes, stopped)
-            self._read(agent, _address(board), self._sender.board, board.nbytes, stopped)
-        except StreamRLError as error:
-            self.close()
-            raise WeightSyncError(f"{what}: {error}") from None
-        version, offered = self._board[bucket.slot].tolist()
-        if version != bucket.version:
-            raise WeightSyncError(f"version {bucket.version} is not on offer")
-        if bucket.index >= offered:
-            raise WeightSyncError(f"{what} is not on offer")
-
-    def _connect(self) -> Agent:
-        self._lives += 1
-        # No progress thread: the thread that waits for a transfer drives it.
-        agent = self._agent = Agent(SETTING, f"{self._name}.{self._lives}", progress=False)
-        for memory in (self._memory.slot(0), self._memory.slot(1), self._board.data.cast("B")):
-            _register(agent, memory)
-        try:
-            agent.connect(self._sender.agent, self._sender.metadata)
-        except ConnectionError as error:
-            raise WeightSyncError(f"the publisher is gone ({error})") from None
-        return agent
-
-    def _read(self, agent: Agent, here: int, there: int, nbytes: int, stopped: threading.Event) -> None:
-        pair: Pair = (here, nbytes, 0), (there, nbytes, 0)
-        failed = agent.read({self._sender.agent: [pair]}, self._timeout_s, stopped.is_set)
-        for error in failed.values():
-            if isinstance(error, TimeoutError):
-                raise WeightSyncError(f"the publisher's memory gave {error}")
-            raise WeightSyncError(f"the publisher went away ({error})")
-
-    def close(self) -> None:
-        """Without its agent, a transfer that did not end writes no more."""
-        if self._agent is not None:
-            self._agent.close()
-            self._agent = None
-
-
-def _board() -> np.ndarray:
-    """Of each slot the version, and how many of its buckets are on offer; int64."""
-    board = np.zeros((2, 2), np.int64)
-    board[:, 0] = -1
-    return board
-
-
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
-
-
-def _register(agent: Agent, memory: memoryview) -> int:
-    """Its address; of empty memory, which nobody reads, 0. Registered until the agent is closed."""
-    return agent.register(_address(memory), memory.nbytes).address if memory.nbytes else 0
+    def _close_agents(self) -> None:
+        self._pull.close()
+        if self._open is not None:
+            self._open.close()
