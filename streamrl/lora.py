@@ -6,7 +6,8 @@ travels can be saved as it is and read by anything that reads them::
 
     base_model.model.<path of the layer>.lora_A.weight      base_model.model.<path of the layer>.lora_B.weight
 
-Only ``adapted`` needs the package ``peft``; an engine in an interpreter of its own does without.
+Only ``adapted`` and ``without_adapters`` need the package ``peft``; an engine in an interpreter of its own does
+without.
 """
 
 from __future__ import annotations

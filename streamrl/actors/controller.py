@@ -148,9 +148,13 @@ class Controller(Supervisor):
         return kind in stateless or (kind in ("buffer", "store") and self.config.buffer.journal)
 
     def _spared(self, member: Member) -> bool:
-        """A server that somebody else started comes back when it likes, while others sample."""
-        others = [each for each in self.membership.live("engine") if each.state is not State.STARTING]
-        return bool(self.config.engine.urls) and member.spec.kind == "engine" and bool(others)
+        """A server that somebody else started comes back when it likes, while others sample.
+
+        Before the parity gate's verdict nobody does: the gate waits for the report of each engine.
+        """
+        if not self.config.engine.urls or member.spec.kind != "engine" or self.tally.verdict is None:
+            return False
+        return any(each.state is not State.STARTING for each in self.membership.live("engine"))
 
     async def _bereaved(self, member: Member) -> None:
         if member.spec.kind == "rollouter":

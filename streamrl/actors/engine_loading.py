@@ -45,7 +45,7 @@ async def load_frozen_engine(config: Config, model_folder: str, scratch: str | N
     from streamrl.policy.model import load_model
 
     whole = replace(config, model=replace(config.model, lora=LoraConfig()))
-    engine = await load_engine(whole, model_folder, scratch=scratch)
+    engine = await load_engine(without_stage(whole), model_folder, scratch=scratch)
     try:
         model = await asyncio.to_thread(load_model, model_folder, config.model.dtype)
         await engine.pause()
@@ -55,6 +55,12 @@ async def load_frozen_engine(config: Config, model_folder: str, scratch: str | N
         await engine.close()
         raise
     return engine
+
+
+def without_stage(config: Config) -> Config:
+    """For an engine that gets its weights while it is paused, whatever ``sync.stage`` has rollouters do: room for a
+    second set of them would be taken for nothing."""
+    return replace(config, sync=replace(config.sync, stage="host"))
 
 
 async def load_embedded(config: Config, model_folder: str) -> Engine:

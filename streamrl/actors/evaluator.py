@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from streamrl.actors.engine_loading import load_engine
+from streamrl.actors.engine_loading import load_engine, without_stage
 from streamrl.actors.scorer import connect_scorer
 from streamrl.envs.environment import load_environment
 from streamrl.envs.gateway import Gateway
@@ -31,7 +31,8 @@ class Evaluator(Actor):
         split = Split.of(load_environment(self.config), self.config)
         self.cleanup.push_async_callback(split.environment.close)
         self._tasks = split.held_out(self.config.eval.tasks)
-        self._engine = await load_engine(self.config, self.spec.model, scratch=self.spec.ipc_dir)
+        config = without_stage(self.config)
+        self._engine = await load_engine(config, self.spec.model, scratch=self.spec.ipc_dir)
         self.cleanup.push_async_callback(self._engine.close)
         gateway = Gateway(self.config.gateway, self.config.rollouts)
         await gateway.start()

@@ -53,6 +53,8 @@ class _Trace(TorchDispatchMode):
         """Results of concatenations by their memory, with parts and axis. Kept, or their memory would be used again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:  # what is written to is no longer what travels, and looks as if it were
+            raise WeightSyncError(f"{func} changes values")
         if func is _aten.clone.default:
             return args[0]
         result = func(*args, **(kwargs or {}))

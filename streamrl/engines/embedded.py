@@ -33,7 +33,6 @@ import torch
 from transformers import PreTrainedModel
 
 from streamrl import __version__
-from streamrl.engines.ahead import finished
 from streamrl.engines.core import Decode, EngineCore
 from streamrl.engines.model_runner import ModelRunner
 from streamrl.engines.requests import check_params, checked_tokens
@@ -41,6 +40,7 @@ from streamrl.engines.slots import Request
 from streamrl.errors import ConfigError, WeightSyncError
 from streamrl.parity.weights import digests
 from streamrl.ports import EngineFacts, EngineStatistics
+from streamrl.sync.workers import in_thread
 from streamrl.types import Generation, SamplingParams
 
 
@@ -194,7 +194,7 @@ class EmbeddedEngine:
         """``ports.StagesWeights``. On a CPU ``load`` serves from ``tensors``, and only the head may need a cast."""
         self._require_running()
         self.unstage()
-        self._staged = version, await finished(asyncio.to_thread(self._core.runner.stage, tensors))
+        self._staged = version, await in_thread(partial(self._core.runner.stage, tensors))
 
     def unstage(self) -> None:
         self._staged = None

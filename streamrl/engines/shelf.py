@@ -145,7 +145,8 @@ def _open_file(inode: int) -> tuple[int, int]:
 def _map(path: str, size: int) -> torch.Tensor:
     if not _SHELF.fullmatch(path):
         raise ValueError(f"weights lie at /proc/PID/fd/FD, got {path!r}")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # On another host such a path may be a pipe, whose opening waits for somebody to write to it.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         memory = mmap.mmap(fd, size, prot=mmap.PROT_READ)
     finally:

@@ -162,10 +162,16 @@ class Supervisor(ABC):
         spec = member.spec
         await self._bereaved(member)
         replacement = await self._spawn(spec.kind, spec.name, spec.index, spec.incarnation + 1)
-        await self._until(
-            lambda: replacement.state is not State.STARTING or not replacement.alive,
-            self.config.liveness.start_timeout_s, f"the replacement of {spec.name}",
-        )  # fmt: skip
+        try:
+            await self._until(
+                lambda: replacement.state is not State.STARTING or not replacement.alive,
+                self.config.liveness.start_timeout_s, f"the replacement of {spec.name}",
+            )  # fmt: skip
+        except errors.DeadlineExceeded:
+            if not self._spared(replacement):
+                raise
+            self._spawner.signal(spec.name, signal.SIGKILL)  # its end is the occasion for the next attempt
+            return
         if replacement.alive and not replacement.stopping:  # the run may end just now
             self.membership.came_back(spec.name)
             fields = {"incarnation": replacement.spec.incarnation}

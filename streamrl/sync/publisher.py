@@ -148,8 +148,10 @@ class Publisher:
 
     async def _publish(self, content: Content, observers: set[str]) -> PublishReport:
         started = time.monotonic()
-        for late in list(self._running.values()):
-            if late.update.members & self._rollouters:
+        while late := next((one for one in self._running.values() if one.update.members & self._rollouters), None):
+            if late.phase is Phase.COMMIT or any(self._roster.version(name) >= 0 for name in late.update.members):
+                await asyncio.wait({late.done})  # it may serve from memory that the new version takes
+            else:
                 self._drop(late)  # a late joiner goes straight to the new version
         update = Update(self._next(), content.number, self._rollouters, observers, rolling=self._rolling, writing=True)
         running = self._begin(update, content)
@@ -367,7 +369,8 @@ class Publisher:
     def _message(self, name: str, order: Order, running: _Running) -> wire.Message:
         update = running.update
         if order is Order.COMMIT:
-            scores = running.content.scores if running.content.judged or update.private else []
+            joins = update.private or self._roster.version(name) < 0
+            scores = running.content.scores if running.content.judged or joins else []
             return wire.Commit(session=self._slab.session, update=update.number, scores=scores)
         if order is Order.DISCARD:
             return wire.Discard(session=self._slab.session, update=update.number)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 Result = TypeVar("Result")
@@ -20,11 +21,19 @@ def worker_count() -> int:
 
 async def in_thread(work: Callable[[], Result]) -> Result:
     """Run blocking work; a cancellation waits for its end, so that nobody writes to memory that has another use."""
-    working = asyncio.ensure_future(asyncio.to_thread(work))
+    return await finished(asyncio.to_thread(work))
+
+
+async def finished(work: Awaitable[Result]) -> Result:
+    """``work``; cancellations take effect at its end, however many there are: an update that is discarded while the run
+    ends is cancelled twice."""
+    working = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(working)
     except asyncio.CancelledError:
-        await asyncio.wait({working})
+        while not working.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({working})
         raise
 
 

@@ -158,6 +158,23 @@ def check_all(case: EngineCase, asked: list[tuple[list[int], SamplingParams]], a
     assert case.rms is None or np.sqrt(np.mean(differences**2)) < case.rms
 
 
+async def check_64_in_flight_across_5_updates(case: EngineCase) -> None:
+    """More requests than slots, begun under ``A``: all end whole, and each token is scored again under its label."""
+    asked = [
+        (prompt, SamplingParams(max_tokens=20 + 2 * index, seed=index))
+        for index, prompt in enumerate(prompts(64, seed=30))
+    ]
+    first = await case.install("A")
+    tasks = [asyncio.ensure_future(case.engine.generate(*each)) for each in asked]
+    for index, which in enumerate(("B", "A", "late", "B", "A")):
+        await asyncio.wait(tasks[8 * index : 8 * index + 4])
+        await case.install(which)
+    answers = await asyncio.gather(*tasks)
+    assert [len(answer.token_ids) for answer in answers] == [params.max_tokens for _, params in asked]
+    check_all(case, asked, answers)
+    assert {version for answer in answers for version, _ in answer.versions} == set(range(first, first + 6))
+
+
 class Serving:
     """Each test starts with the weights ``A``."""
 

@@ -133,6 +133,11 @@ def test_tensors_are_named_as_they_travel_where_they_do_not_fit(tmp_path: Path) 
     [
         pytest.param(lambda tensors: {name: each + 1 for name, each in tensors.items()}, "is computed", id="computed"),
         pytest.param(
+            lambda tensors: {name: each.clone().mul_(2) for name, each in tensors.items()},
+            "mul_.* changes values",
+            id="computed in place",
+        ),
+        pytest.param(
             lambda tensors: {"both": torch.cat(list(tensors.values()))[:2]}, "were put together", id="part of a join"
         ),
         pytest.param(lambda tensors: {}, "no tensor that the engine loads has element 0 of a", id="left out"),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from streamrl.engines.ahead import beside_the_kernels
 from streamrl.engines.embedded import EmbeddedEngine
 from streamrl.errors import WeightSyncError
 from streamrl.loss.head import HeadForm
@@ -170,6 +171,30 @@ def test_the_heads_weight_is_cast_before_the_pause_and_not_in_it(build: Build, m
             assert casts == ["cast"]
 
     asyncio.run(run())
+
+
+def test_what_is_written_beside_the_kernels_of_a_gpu_comes_after_them_and_is_waited_for_also_when_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise it would still write to memory that has another use by then."""
+    order: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def wait_stream(self, other: str) -> None:
+            order.append(f"after {other}")
+
+        def synchronize(self) -> None:
+            order.append("waited for")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the kernels")
+    with pytest.raises(ValueError, match="half way"), beside_the_kernels(torch.device("cuda:0")):
+        order.append("copies")
+        raise ValueError("half way")
+    assert order == ["after the kernels", "copies", "waited for"]
 
 
 def test_a_cancelled_stage_ends_when_nobody_reads_the_tensors_any_more(build: Build) -> None:

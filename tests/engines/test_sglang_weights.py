@@ -81,6 +81,14 @@ def test_the_probe_of_the_memory_tells_whether_its_values_are_seen() -> None:
     shelf.close()
 
 
+def test_a_pipe_by_the_path_of_our_memory_is_not_waited_for() -> None:
+    reading, writing = os.pipe()
+    os.close(writing)
+    where = {"path": f"/proc/{os.getpid()}/fd/{reading}", "size": 8, "places": [("probe", [2], "float32", 0)]}
+    assert answered(where, {"probe": [3.0, 5.0]}) == 0
+    os.close(reading)
+
+
 INFO = {
     "enable_custom_logit_processor": True, "disable_overlap_schedule": True, "disable_radix_cache": True,
     "sampling_mask_max_tokens": 10, "tp_size": 2, "nnodes": 1, "custom_weight_loader": [loader.LOADER],

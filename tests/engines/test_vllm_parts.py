@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,11 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from streamrl.actors.engine_loading import load_frozen_engine, without_stage
 from streamrl.config import load_config
 from streamrl.engines.blueprint import Blueprint
-from streamrl.engines.vllm.engine import require_vllm
+from streamrl.engines.vllm.engine import VllmEngine, require_vllm
 from streamrl.engines.vllm.settings import engine_arguments, start_environment
 from streamrl.errors import ConfigError
+from streamrl.schema import Config
 from streamrl.sync.names import same_names
 
 TEXT = SimpleNamespace(
@@ -65,6 +68,22 @@ def test_only_vllms_processes_inherit_the_folder_and_threads_of_the_engine(monke
         assert (os.environ["TMPDIR"], os.environ["OMP_NUM_THREADS"]) == ("/scratch", "3")
     assert os.environ["TMPDIR"] == "before"
     assert "OMP_NUM_THREADS" not in os.environ
+
+
+def test_an_engine_whose_weights_never_change_keeps_no_second_set(monkeypatch: pytest.MonkeyPatch):
+    config = load_config(overrides=["engine=vllm", "sync.stage=device"])
+    asked: list[Config] = []
+
+    async def start(config: Config, folder: str, scratch: str | None) -> None:
+        asked.append(config)
+        raise ConfigError("this was enough")
+
+    monkeypatch.setattr(VllmEngine, "start", start)
+    with pytest.raises(ConfigError, match="this was enough"):
+        asyncio.run(load_frozen_engine(config, "folder"))
+    assert [each.sync.stage for each in asked] == ["host"]
+    assert without_stage(config).sync.timeout_s == config.sync.timeout_s
+    assert config.sync.stage == "device"
 
 
 def test_a_missing_vllm_is_one_line_with_the_way_out(monkeypatch: pytest.MonkeyPatch):

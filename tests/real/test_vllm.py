@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from conformance import Conformance, prompts
-from conformance_case import EngineCase
+from conformance import Conformance
+from conformance_case import EngineCase, check_64_in_flight_across_5_updates
 from conformance_model import MAX_LENGTH, build_model
 from vllm_support import kill_vllm, settings
 
@@ -21,7 +20,6 @@ from streamrl.engines.vllm.engine import VllmEngine
 from streamrl.engines.vllm.settings import engine_arguments, make_engine_args
 from streamrl.errors import ConfigError
 from streamrl.ports import Engine
-from streamrl.types import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +35,7 @@ def engine_case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCase
 
 
 def test_64_requests_in_flight_across_5_updates_all_end_and_each_token_has_its_version(engine_case: EngineCase):
-    """More requests than slots. ``check`` scores every token again under the weights of its label."""
-    asked = [
-        (prompt, SamplingParams(max_tokens=20 + 2 * index, seed=index))
-        for index, prompt in enumerate(prompts(64, seed=30))
-    ]
-
-    async def run() -> None:
-        first = await engine_case.install("A")
-        tasks = [asyncio.ensure_future(engine_case.engine.generate(*each)) for each in asked]
-        for index, which in enumerate(("B", "A", "late", "B", "A")):
-            await asyncio.wait(tasks[8 * index : 8 * index + 4])
-            await engine_case.install(which)
-        answers = await asyncio.gather(*tasks)
-        assert [len(answer.token_ids) for answer in answers] == [params.max_tokens for _, params in asked]
-        for (prompt, params), answer in zip(asked, answers, strict=True):
-            engine_case.check(prompt, params, answer)
-        seen = {version for answer in answers for version, _ in answer.versions}
-        assert seen == set(range(first, first + 6))
-
-    engine_case.run(run())
+    engine_case.run(check_64_in_flight_across_5_updates(engine_case))
 
 
 def test_settings_that_vllm_cannot_run_are_refused_in_one_line(engine_case: EngineCase):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,14 +10,13 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from conformance_case import EngineCase, prompts
+from conformance_case import EngineCase, check_64_in_flight_across_5_updates, prompts
 from conformance_lora import LORA, AdapterConformance, build_adapted_model, merged
 from vllm_support import settings
 
 from streamrl.config import load_config
 from streamrl.engines.vllm.engine import VllmEngine
 from streamrl.ports import Engine
-from streamrl.types import SamplingParams
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -73,26 +71,7 @@ def test_the_adapter_of_each_layer_arrives_in_its_place(engine_case: EngineCase)
 
 
 def test_64_requests_in_flight_across_5_adapters_all_end_and_each_token_has_its_version(engine_case: EngineCase):
-    """More requests than slots. ``check`` scores every token again under the adapter of its label."""
-    asked = [
-        (prompt, SamplingParams(max_tokens=20 + 2 * index, seed=index))
-        for index, prompt in enumerate(prompts(64, seed=30))
-    ]
-
-    async def run() -> None:
-        first = await engine_case.install("A")
-        tasks = [asyncio.ensure_future(engine_case.engine.generate(*each)) for each in asked]
-        for index, which in enumerate(("B", "A", "late", "B", "A")):
-            await asyncio.wait(tasks[8 * index : 8 * index + 4])
-            await engine_case.install(which)
-        answers = await asyncio.gather(*tasks)
-        assert [len(answer.token_ids) for answer in answers] == [params.max_tokens for _, params in asked]
-        for (prompt, params), answer in zip(asked, answers, strict=True):
-            engine_case.check(prompt, params, answer)
-        seen = {version for answer in answers for version, _ in answer.versions}
-        assert seen == set(range(first, first + 6))
-
-    engine_case.run(run())
+    engine_case.run(check_64_in_flight_across_5_updates(engine_case))
 
 
 def test_scores_are_those_of_the_merged_model_in_float64_within_a_tenth_of_the_gates_limit(engine_case: EngineCase):

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
 import held_worker
-from conformance_case import GREEDY, EngineCase, generate_all, prompts
+from conformance_case import GREEDY, EngineCase, check_64_in_flight_across_5_updates, generate_all, prompts
 from conformance_model import build_model
 from conformance_weights import WeightConformance
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -29,7 +29,6 @@ from streamrl.engines.vllm.engine import VllmEngine
 from streamrl.engines.vllm.staged import SecondSet
 from streamrl.errors import ActorDied, ConfigError, WeightSyncError
 from streamrl.ports import Engine, StagesWeights
-from streamrl.types import SamplingParams
 
 
 class StagedCase(EngineCase):
@@ -146,8 +145,11 @@ class TestStagedWeights(WeightConformance):
             version = engine_case.engine.version
             for _ in range(2):
                 await engine_case.stage(version + 1, "B")
-                for other, which in ((-3, "late"), (version + 1, "B"), (-2, "late"), (-2, "A")):
-                    await EngineCase.install(engine_case, which, other)
+                # The load of what is staged is given other tensors, which it must not look at.
+                for other, given, which in (
+                    (-3, "late", "late"), (version + 1, "A", "B"), (version + 1, "late", "late"), (-2, "A", "A")
+                ):  # fmt: skip
+                    await EngineCase.install(engine_case, given, other)
                     expected = engine_case.model.score(which, row)
                     np.testing.assert_allclose(await scored(), expected, rtol=0, atol=engine_case.tolerance)
 
@@ -156,25 +158,7 @@ class TestStagedWeights(WeightConformance):
     def test_64_requests_in_flight_across_staged_updates_all_end_and_each_token_has_its_version(
         self, engine_case: StagedCase
     ) -> None:
-        """More requests than slots. ``check`` scores every token again under the weights of its label."""
-        asked = [
-            (prompt, SamplingParams(max_tokens=20 + 2 * index, seed=index))
-            for index, prompt in enumerate(prompts(64, seed=44))
-        ]
-
-        async def run() -> None:
-            first = engine_case.engine.version
-            tasks = [asyncio.ensure_future(engine_case.engine.generate(*each)) for each in asked]
-            for index, which in enumerate(("B", "A", "late", "B", "A")):
-                await asyncio.wait(tasks[8 * index : 8 * index + 4])
-                await engine_case.install(which)
-            answers = await asyncio.gather(*tasks)
-            assert [len(answer.token_ids) for answer in answers] == [params.max_tokens for _, params in asked]
-            for (prompt, params), answer in zip(asked, answers, strict=True):
-                engine_case.check(prompt, params, answer)
-            assert {version for answer in answers for version, _ in answer.versions} == set(range(first, first + 6))
-
-        engine_case.run(run())
+        engine_case.run(check_64_in_flight_across_5_updates(engine_case))
 
     def test_a_worker_that_is_killed_while_it_stages_ends_the_engine(self, engine_case: StagedCase, hold: Path) -> None:
         """The last test: it ends the engine."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -69,11 +71,14 @@ def running_server(
         port = chosen.getsockname()[1]
     # Engines that other tests held in this process have set variables for themselves.
     untouched = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    # vLLM leaves sockets behind where it is ended. Not in a folder of pytest's: their paths would be too long.
+    scratch = tempfile.mkdtemp(prefix="vllm-")
+    places = {"TMPDIR": scratch, "VLLM_RPC_BASE_PATH": scratch}
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", DIE_WITH_PARENT, f"--model={model.folder}", "--host=127.0.0.1", f"--port={port}",
              *FLAGS, *flags],
-            stdout=output, stderr=subprocess.STDOUT, env=untouched | ENVIRONMENT | (environment or {}),
+            stdout=output, stderr=subprocess.STDOUT, env=untouched | ENVIRONMENT | places | (environment or {}),
             start_new_session=True,
         )  # fmt: skip
     server = Server(model, f"http://127.0.0.1:{port}", process)
@@ -91,6 +96,7 @@ def running_server(
             process.kill()
         for child in psutil.wait_procs(left, timeout=20)[1]:
             child.kill()
+        shutil.rmtree(scratch)
 
 
 def wait_until_ready(server: Server, log: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from streamrl.actors.controller import Controller
 from streamrl.config import load_config
-from streamrl.errors import ActorDied, ConfigError
+from streamrl.errors import ActorDied, ConfigError, DeadlineExceeded
 from streamrl.monitor.recorder import Recorder
+from streamrl.parity.verdict import Verdict
 from streamrl.runtime import supervisor
 from streamrl.runtime.actor import ActorSpec, State
 from streamrl.runtime.membership import Member, Membership
@@ -21,6 +23,8 @@ from streamrl.runtime.spawner import Exited
 
 DIED = 1
 """Exit code."""
+HANGS = TimeoutError("it never answers")
+"""Of a replacement that neither comes to work nor ends by itself."""
 
 
 class Ring(Controller):
@@ -31,6 +35,8 @@ class Ring(Controller):
         config = load_config(overrides=["engine=sglang", urls, "liveness.max_restarts=2", "wandb=disabled", *overrides])
         super().__init__(config, folder, str(folder), Recorder(folder, config), lambda: None)
         self._started = True
+        self.tally.verdict = Verdict([], [], {})
+        self._spawner = self  # type: ignore[assignment]
         self.replacements: list[Exception | None] = []
         """Why the next ones end; None for one that comes to work."""
         self.attempts: list[str] = []
@@ -47,7 +53,7 @@ class Ring(Controller):
         self.attempts.append(name)
         if (error := self.replacements.pop(0)) is None:
             member.state = State.READY
-        else:
+        elif error is not HANGS:
             member.failure = Failed(kind=type(error).__name__, reason=str(error), traceback="")
             self.dies(name)
         return member
@@ -56,6 +62,11 @@ class Ring(Controller):
         member = self.membership.members[name]
         member.failure = member.failure or Failed(kind="ActorDied", reason="gone", traceback="")
         self._exited(Exited(name=name, incarnation=member.spec.incarnation, pid=1, code=DIED))
+
+    def signal(self, name: str, number: int) -> None:
+        """The spawner's."""
+        assert number == signal.SIGKILL
+        self.dies(name)
 
     async def _send(self, member: Member, message: Message) -> None:
         pass
@@ -121,6 +132,47 @@ def test_a_server_that_is_just_being_taken_over_does_not_spare_another_one(tmp_p
         assert ring._spared(ring.membership.members["engine-0"])
         ring.membership.members["engine-1"].state = State.STARTING
         assert not ring._spared(ring.membership.members["engine-0"])
+
+    run(scenario())
+
+
+def test_before_the_gates_verdict_which_waits_for_every_engine_none_is_spared(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ring = Ring(tmp_path)
+        ring.tally.verdict = None
+        ring.replacements = [unreachable() for _ in range(9)]
+        ring.dies("engine-0")
+        with pytest.raises(ActorDied, match="gave up after 2 restarts"):
+            await ring._failure
+        await settle(ring)
+
+    run(scenario())
+
+
+def test_a_server_that_is_there_and_says_nothing_is_left_and_sought_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ring = Ring(tmp_path)
+        ring.config.liveness.start_timeout_s = 0.0
+        ring.replacements = [HANGS, HANGS, None]
+        ring.dies("engine-0")
+        await settle(ring)
+        assert not ring._failure.done()
+        assert (ring.attempts, ring.membership.charged) == (["engine-0"] * 3, 0)
+        assert len(ring.membership.live("engine")) == 2
+
+    run(scenario())
+
+
+def test_a_server_that_says_nothing_ends_the_run_where_no_other_serves(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ring = Ring(tmp_path)
+        ring.config.liveness.start_timeout_s = 0.0
+        ring.membership.members["engine-1"].alive = False
+        ring.replacements = [HANGS]
+        ring.dies("engine-0")
+        with pytest.raises(DeadlineExceeded, match="the replacement of engine-0"):
+            await ring._failure
+        await settle(ring)
 
     run(scenario())
 

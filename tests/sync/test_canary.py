@@ -48,11 +48,13 @@ def join(it: Ring, name: str, engine: FakeEngine) -> FakeEngine:
     return it.join(name, engine, canary=LogprobCanary(ROW, "float32"))
 
 
-def write(it: Ring, version: int, scored: bool = True) -> None:
+def write(it: Ring, version: int, scored: bool = True, all_of_them: bool = True) -> None:
+    """``scored``: whoever joins is judged; ``all_of_them``: and the others."""
     model = small_model(version)
     with it.publisher.open(version) as content:
         content.put(model.named_parameters())
         content.scores = scores_of(weights(model)).tolist() if scored else []
+        content.judged = all_of_them
 
 
 def test_an_engine_that_agrees_commits_and_says_by_how_much() -> None:
@@ -180,21 +182,41 @@ def test_whoever_joins_is_judged_also_under_a_version_that_the_others_are_not_ju
     async def scenario() -> None:
         async with ring() as it:
             there, late = ScoringEngine(), ScoringEngine()
-            there.spoil = late.spoil = 0
+            there.spoil = late.spoil = 1
             join(it, "rollouter-0", there)
             it.publisher.set_members({"rollouter-0"}, set())
-            with it.publisher.open(0) as content:
-                content.put(small_model(0).named_parameters())
-                content.scores = scores_of(weights(small_model(0))).tolist() if judged else []
-                content.judged = False
-            assert (await it.publisher.publish(0)).rejected == ""
+            write(it, 0, scored=False)
+            await it.publisher.publish(0)
+            write(it, 1, scored=judged, all_of_them=False)
+            assert (await it.publisher.publish(1)).rejected == ""
             join(it, "rollouter-1", late)
             it.publisher.set_members({"rollouter-0", "rollouter-1"}, set())
             if judged:
-                failed = await it.events.wait("version_failed", version=0, late=True)
+                failed = await it.events.wait("version_failed", version=1, late=True)
                 assert "rollouter-1: canary" in failed["reason"]
             else:
-                await it.events.wait("version_committed", version=0, late=True)
+                await it.events.wait("version_committed", version=1, late=True)
+
+    asyncio.run(scenario())
+
+
+def test_whoever_is_first_brought_in_by_an_update_of_all_is_judged_there() -> None:
+    """As one whose own update was overtaken by the next version; the others are not asked under that."""
+
+    async def scenario() -> None:
+        async with ring() as it:
+            there, late = join(it, "rollouter-0", ScoringEngine()), ScoringEngine()
+            it.publisher.set_members({"rollouter-0"}, set())
+            write(it, 0, scored=False)
+            await it.publisher.publish(0)
+            write(it, 1, all_of_them=False)
+            there.spoil = late.spoil = 1
+            it.publisher.set_members({"rollouter-0", "rollouter-1"}, set())
+            publishing = asyncio.create_task(it.publisher.publish(1))
+            join(it, "rollouter-1", late)
+            report = await publishing
+            assert "rollouter-1: canary" in report.rejected
+            assert "rollouter-0" not in report.rejected
 
     asyncio.run(scenario())
 

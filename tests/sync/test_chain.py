@@ -32,6 +32,9 @@ class Play:
     def fails(self, host: str) -> dict[str, Any]:
         return self.say(host, Progress("s", 7, 0, failed=True))
 
+    def alone(self, host: str) -> dict[str, Any]:
+        return self.say(host, Progress("s", 7, 0, alone=True))
+
     def left(self, host: str) -> dict[str, Any]:
         return told(self.chain.left(host, self.now))
 
@@ -84,7 +87,7 @@ def test_behind_one_that_ends_the_next_reads_from_the_trainer_and_the_others_rea
     play = Play("a", "b", "c", "d")
     assert getattr(play, ends)("b") == {"c": TRAINER}
     assert play.has("c", 1) == {"d": (1, "at c")}
-    assert play.has("a", 1) == ({"b": (1, "at a")} if ends == "fails" else {})
+    assert play.has("a", 1) == {}
 
 
 def test_the_end_of_the_chain_is_whoever_asked_last_of_those_that_pass_on() -> None:
@@ -93,9 +96,22 @@ def test_the_end_of_the_chain_is_whoever_asked_last_of_those_that_pass_on() -> N
     play.left("b")
     assert play.ask("c") == {"c": (1, "at a")}, "a has nobody behind it any more"
     play.fails("c")
-    assert play.ask("d") == {"d": TRAINER}, "c still reads from a"
+    assert play.ask("d") == {"d": (1, "at a")}, "nor now"
     play.has("d", 1)
     assert play.ask("e") == {"e": (1, "at d")}
+    play.expire(PATIENCE_S)
+    assert play.ask("f") == {"f": TRAINER}, "e stands still"
+
+
+def test_one_that_reads_the_rest_from_the_trainer_is_told_nothing_and_passes_on() -> None:
+    play = Play("a", "b", "c")
+    play.has("a", 1)
+    assert play.alone("b") == {}
+    assert play.has("a", 2) == {}
+    assert play.has("b", 3) == {"c": (3, "at b")}
+    assert play.expire(PATIENCE_S - 1) == ([], {})
+    play.has("c", 3)
+    assert play.expire(1) == (["a", "b"], {"c": TRAINER}), "b could read, though a has less than it"
 
 
 def test_a_new_process_of_a_member_takes_a_place_of_its_own() -> None:

@@ -14,7 +14,7 @@ import zmq.asyncio
 from sync_support import socket_folder
 from transport_support import SESSION, bucket_id
 
-from streamrl.sync.transports.chain import Refused, Source
+from streamrl.sync.transports.chain import Progress, Refused, Source
 from streamrl.sync.transports.chain_links import FRAME_LIMIT, ChainEnd, ChainHub, identity_of
 
 BUCKETS = 3
@@ -40,8 +40,8 @@ def on_offer(it: ChainHub, version: int = 0) -> None:
 
 
 @asynccontextmanager
-async def end(it: ChainHub, member: str, patience_s: float = 60.0) -> AsyncIterator[ChainEnd]:
-    made = ChainEnd(it.address, identity_of(member, "1"), patience_s)
+async def end(it: ChainHub, member: str, patience_s: float = 60.0, life: str = "1") -> AsyncIterator[ChainEnd]:
+    made = ChainEnd(it.address, identity_of(member, life), patience_s)
     try:
         yield made
     finally:
@@ -103,6 +103,45 @@ def test_a_host_that_is_gone_is_noticed_when_it_is_spoken_to() -> None:
     asyncio.run(scenario())
 
 
+def test_of_hosts_that_vanish_at_once_none_is_waited_for_however_many_they_are() -> None:
+    vanished = [f"h{index}" for index in range(600)]
+
+    async def scenario() -> None:
+        async with hub("a", "b", *vanished) as it, end(it, "a") as a, end(it, "b") as b:
+            on_offer(it)
+            await a.ask(bucket_id(0, 0, 0), b"at a")
+            for host in vanished:
+                it._take(identity_of(host, "1").encode(), Progress(SESSION, 0, 0, b"nowhere"))
+            asking = asyncio.create_task(b.ask(bucket_id(0, 0, 0), b"at b"))
+            while "b" not in it._chains[0]._readers:  # noqa: ASYNC110 the question is on its way
+                await asyncio.sleep(0)
+            a.has(bucket_id(0, 0, 0))
+            assert await asking == b""
+            assert set(it._chains[0]._readers) == {"a", "b"}
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_is_gone_costs_the_next_one_of_that_member_no_place() -> None:
+    async def scenario() -> None:
+        async with hub("a", "b", "c") as it, end(it, "a") as a, end(it, "c") as c, end(it, "b", life="2") as b:
+            on_offer(it, 0)
+            await a.ask(bucket_id(0, 0, 0), b"at a")
+            it._take(identity_of("b", "1").encode(), Progress(SESSION, 0, 0, b"nowhere"))
+            on_offer(it, 1)
+            await b.ask(bucket_id(1, 1, 0), b"at b")
+            asking = asyncio.create_task(c.ask(bucket_id(1, 1, 0), b"at c"))
+            while "c" not in it._chains[1]._readers:  # noqa: ASYNC110 the question is on its way
+                await asyncio.sleep(0)
+            a.has(bucket_id(0, 0, 0))
+            while "b" in it._chains[0]._readers:  # noqa: ASYNC110 the word is on its way
+                await asyncio.sleep(0)
+            b.has(bucket_id(1, 1, 0))
+            assert await asking == b"at b"
+
+    asyncio.run(scenario())
+
+
 def test_one_who_is_no_member_or_asks_for_what_is_not_on_offer_reads_from_the_trainer() -> None:
     async def scenario() -> None:
         async with hub("a") as it, end(it, "a") as a, end(it, "stranger") as stranger:
@@ -123,6 +162,8 @@ def test_without_an_answer_the_trainer_is_read_after_a_while_and_for_the_rest_of
             a.has(bucket_id(0, 0, 0))
             a.has(bucket_id(0, 0, 1))
             assert await b.ask(bucket_id(0, 0, 1), b"") == b""
+            while it._chains[0]._readers["b"].upstream is not None:  # noqa: ASYNC110 the word is on its way
+                await asyncio.sleep(0)
 
     asyncio.run(scenario())
 

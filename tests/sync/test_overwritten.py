@@ -181,3 +181,29 @@ def test_a_late_joiner_serves_from_a_copy_of_its_own_and_may_be_overtaken() -> N
             await engine.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_who_joins_between_two_versions_that_follow_at_once_goes_on(transport: str) -> None:
+    """It was brought to the older one, in memory of its own that the version after the next takes."""
+
+    async def scenario() -> None:
+        async with ring(model=tied_transformer(0), transport=transport) as it:
+            await publish(it, 0)
+            engine = EmbeddedEngine(tied_transformer(3), slots=2, max_length=128)
+            await engine.start()
+            content = it.publisher.open(1)
+            publishing = asyncio.create_task(it.publisher.publish(1))
+            await asyncio.sleep(0)  # the update has begun: who joins now is none of it
+            it.join(NAME, engine)
+            it.publisher.set_members({NAME}, set())
+            await it.subscribers[NAME].wait_version(0)
+            with content:
+                content.put(tied_transformer(1).named_parameters())
+            await publishing
+            await publish(it, 2)
+            await it.subscribers[NAME].wait_version(2)
+            it.subscribers[NAME].require_intact()
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -93,6 +93,23 @@ async def staged(it: Ring, member: str, version: int) -> None:
     await events.wait("version_staged", version=version)
 
 
+async def held_behind(it: Ring, reads: Reads, monkeypatch: pytest.MonkeyPatch, index: int) -> Any:
+    """Of hosts a and b: (version 1 being published, the first, the second, which is held up before a bucket, gate).
+
+    The first has all of it, verified.
+    """
+    join(it, "a", "b")
+    await publish(it, 0, 1)
+    reads.clear()
+    gate = Gate(monkeypatch, it, version=1, place=1, index=index)
+    it.write(1, small_model(2))
+    publishing = asyncio.create_task(it.publisher.publish(1))
+    second = await gate.held
+    (first,) = {"a", "b"} - {second}
+    await staged(it, first, 1)
+    return publishing, first, second, gate
+
+
 def test_each_version_is_read_once_from_the_trainer_and_passed_on_bit_for_bit(reads: Reads) -> None:
     async def scenario() -> None:
         async with ring(transport="nixl", timeout_s=TIMEOUT_S) as it:
@@ -287,15 +304,7 @@ def test_what_was_damaged_in_the_memory_of_another_host_is_refused_and_read_from
 ) -> None:
     async def scenario() -> None:
         async with ring(transport="nixl", timeout_s=TIMEOUT_S) as it:
-            join(it, "a", "b")
-            await publish(it, 0, 1)
-            reads.clear()
-            gate = Gate(monkeypatch, it, version=1, place=1, index=1)
-            it.write(1, small_model(2))
-            publishing = asyncio.create_task(it.publisher.publish(1))
-            second = await gate.held
-            (first,) = {"a", "b"} - {second}
-            await staged(it, first, 1)  # and verified
+            publishing, first, second, gate = await held_behind(it, reads, monkeypatch, index=1)
             content = it.publisher._slab.content(1)
             assert content is not None
             memory = receiver(it, first).memory(content.slot)
@@ -322,15 +331,7 @@ def test_a_host_that_cannot_be_read_is_read_no_more_for_that_version(
 
     async def scenario() -> None:
         async with ring(transport="nixl", timeout_s=TIMEOUT_S) as it:
-            join(it, "a", "b")
-            await publish(it, 0, 1)
-            reads.clear()
-            gate = Gate(monkeypatch, it, version=1, place=1, index=2)
-            it.write(1, small_model(2))
-            publishing = asyncio.create_task(it.publisher.publish(1))
-            second = await gate.held
-            (first,) = {"a", "b"} - {second}
-            await staged(it, first, 1)
+            publishing, first, second, gate = await held_behind(it, reads, monkeypatch, index=2)
             receiver(it, first)._open.withdraw(1)
             gate.open()
             assert (await publishing).rollouters == 2

@@ -31,6 +31,7 @@ from transport_support import (
 
 from streamrl.errors import ConfigError, WeightSyncError
 from streamrl.sync.staging import bucket_of
+from streamrl.sync.transports import nixl_pull
 
 (needs_nixl,) = NIXL.marks
 
@@ -207,6 +208,34 @@ def test_nothing_with_a_name_is_left_behind_by_a_sender_and_a_receiver_that_are_
     segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
     assert pids & {int(line.split()[4]) for line in segments} == set()
     assert [path.name for path in folder.iterdir()] == ["s-chain"], "a socket, which goes with the run's folder"
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("host", "devices", "says"),
+    [("boot/1/", None, True), ("boot/1/", "net", False), (None, None, False)],
+    ids=["loopback", "named", "same host"],
+)
+def test_of_a_publisher_on_another_host_that_is_not_found_the_refusal_says_what_to_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, host: str | None, devices: str | None, says: bool
+) -> None:
+    manifest = mixed()
+
+    async def scenario() -> str:
+        async with sending("nixl", manifest, folder) as (sender, _):
+            address = sender.address
+        monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+        if host is not None:
+            monkeypatch.setattr(nixl_pull, "this_host", lambda: host)
+        if devices is not None:
+            monkeypatch.setenv("UCX_NET_DEVICES", devices)
+        with receiving("nixl", address, manifest) as receiver:
+            monkeypatch.delenv("UCX_NET_DEVICES", raising=False)  # there is no such interface
+            return await refused(receiver.fetch(bucket_id(0, 0, 0), bucket_of(manifest, receiver.memory(0), 0)))
+
+    reason = asyncio.run(scenario())
+    assert reason.startswith("bucket 0 of version 0: the publisher ")
+    assert ("set UCX_NET_DEVICES, there and here" in reason) == says
 
 
 @pytest.mark.parametrize("address", ["", "ipc:///somewhere", "AAAA"])

@@ -15,7 +15,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.sync import slab as slab_module
 from streamrl.sync import workers
 from streamrl.sync.content import Content
-from streamrl.sync.workers import Crew, worker_count
+from streamrl.sync.workers import Crew, finished, worker_count
 
 THREADS = 3
 
@@ -96,6 +96,25 @@ def test_a_cancelled_block_ends_after_its_threads() -> None:
         assert ended == [True]
 
     asyncio.run(scenario())
+
+
+def test_work_that_is_cancelled_twice_still_ends_before_whoever_waits_for_it() -> None:
+    """As when an update is discarded and the run ends: whoever comes next may write to the memory that it reads."""
+
+    async def scenario() -> None:
+        go_on = asyncio.Event()
+        waiting = asyncio.create_task(finished(go_on.wait()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            waiting.cancel()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        go_on.set()
+        await asyncio.wait({waiting})
+        assert waiting.cancelled()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def digest_threads() -> list[threading.Thread]:

@@ -257,7 +257,7 @@ class SglangEngine:
         self._calls.require_serving()
         if not self._calls.paused:
             raise WeightSyncError(f"load of version {version} while generating: pause the engine first")
-        verified = self._blueprint.verify(tensors)
+        verified = await asyncio.to_thread(self._blueprint.verify, tensors)  # which may copy what it puts together
         session = await self._begin_update()
         with self._calls.loading(version):
             async for body in self._bodies(version, verified):

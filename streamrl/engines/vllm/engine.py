@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from streamrl.engines.ahead import finished
 from streamrl.engines.blueprint import Blueprint
 from streamrl.engines.calls import Calls
 from streamrl.engines.requests import check_params, checked_tokens
@@ -43,10 +42,10 @@ from streamrl.engines.vllm.settings import (
 from streamrl.errors import ActorDied, ConfigError, WeightSyncError
 from streamrl.ports import EngineFacts, EngineStatistics
 from streamrl.schema import Config
+from streamrl.sync.workers import finished
 from streamrl.types import Generation, SamplingParams
 
 if TYPE_CHECKING:
-    import torch
     from vllm import RequestOutput
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -189,14 +188,14 @@ class VllmEngine:
         """``ports.StagesWeights``, with ``sync.stage=device``: threads of the workers fill a second set of weights."""
         self._calls.require_serving()
         self.unstage()
-        await finished(self._calls.run(self._fill_second_set(self._arriving.verify(tensors))))
+        await finished(self._calls.run(self._fill_second_set(tensors)))
         self._staged = version
 
     def unstage(self) -> None:
         self._staged = None
 
-    async def _fill_second_set(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        placed = await asyncio.to_thread(self._shelf.put, tensors)
+    async def _fill_second_set(self, tensors: Mapping[str, object]) -> None:
+        placed = await asyncio.to_thread(self._placed, tensors)
         said = await reports(lambda path: self._call(self._llm.collective_rpc("streamrl_stage", args=(placed, path))))
         if failed := [each for each in said if each]:
             raise WeightSyncError(f"vLLM could not stage the weights: {failed[0]}")
@@ -208,8 +207,11 @@ class VllmEngine:
         self._calls.require_serving()
         if not self._calls.paused:
             raise WeightSyncError(f"version {version}: pause the engine before load")
-        staged, self._staged = self._staged == version, None
-        placed = None if staged else await asyncio.to_thread(self._shelf.put, self._arriving.verify(tensors))
+        placed = None
+        if self._staged == version:
+            self._staged = None
+        else:
+            placed = await asyncio.to_thread(self._placed, tensors)
         with self._calls.loading(version):
             if placed is None:
                 await self._call(self._llm.collective_rpc("streamrl_exchange"))
@@ -222,6 +224,9 @@ class VllmEngine:
             await self._call(self._llm.update_weight_version(str(version)))
             if self._config.engine.kv == "recompute":
                 await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+
+    def _placed(self, tensors: Mapping[str, object]) -> dict[str, Any]:
+        return self._shelf.put(self._arriving.verify(tensors))
 
     async def close(self) -> None:
         """End vLLM's processes; requests in flight end with ``asyncio.CancelledError``. Idempotent."""

@@ -169,7 +169,7 @@ class VllmServerEngine:
         self._calls.require_serving()
         if not self._calls.paused:
             raise WeightSyncError(f"load of version {version} while generating: pause the engine first")
-        placed = await asyncio.to_thread(self._shelf.put, self._arriving.verify(tensors))
+        placed = await asyncio.to_thread(lambda: self._shelf.put(self._arriving.verify(tensors)))
         with self._calls.loading(version):
             await self._calls.run(self._update(version, placed))
 

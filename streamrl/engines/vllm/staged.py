@@ -15,7 +15,6 @@ tensors of its own. Only layers are taken whose processing is known to leave not
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -34,6 +33,7 @@ from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs, sanitize_layer_refs
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo, LayerTensors
 
+from streamrl.engines.ahead import beside_the_kernels
 from streamrl.engines.shelf import ShelfReader
 from streamrl.engines.vllm.heads import repack_tied_heads
 from streamrl.engines.vllm.reports import BEGUN
@@ -63,7 +63,7 @@ class SecondSet:
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Load checkpoint-format ``tensors``, from any thread. After an error the next call begins afresh."""
         twin, self._twin = self._twin or _twin_of(self._model), None
-        with _beside_the_kernels(self._device):
+        with beside_the_kernels(self._device):
             layerwise.initialize_layerwise_reload(twin)
             loaded = set(twin.load_weights(iter(tensors.items())) or ())  # type: ignore[operator]
             layerwise.finalize_layerwise_reload(twin, self._model_config)
@@ -115,18 +115,6 @@ class Stager:
             torch.set_num_threads(threads)  # what later threads begin with
             os.write(pipe, json.dumps(reason).encode() + b"\n")
             os.close(pipe)
-
-
-@contextlib.contextmanager
-def _beside_the_kernels(device: torch.device) -> Iterator[None]:
-    """On a GPU, a stream of its own, which is waited for."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
 
 
 def _require_known(model: nn.Module) -> None:

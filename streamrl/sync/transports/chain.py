@@ -21,7 +21,7 @@ asks late and has fewer behind it. Receivers on the trainer's own host stay out:
 - A host that failed, left, or stands still for ``patience_s`` although there is something to read passes nothing on any
   more: who reads from it reads the rest of that version from the trainer, and those further behind read on as before.
 - A read that fails, is late, or finds another version in that memory (each has a board, as the trainer's) is repeated
-  from the trainer by the reader itself, and so is the rest of that version.
+  from the trainer by the reader itself, and so is the rest of that version; it passes that on all the same.
 - Buckets are passed on before they are verified, as a digest takes longer than a read and each host would wait for all
   in front of it. Everybody verifies what arrived; a retry reads all of it from the trainer.
 - Retries, late joiners, observers and members that are brought back to an older version never take part.
@@ -54,6 +54,12 @@ class Progress(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Where others can read them; said by who asks."""
     failed: bool = False
     """There will be no more."""
+    alone: bool = False
+    """It reads the rest from the trainer, whoever it was told to read from."""
+
+    @property
+    def asks(self) -> bool:
+        return self.count == 0 and not self.failed and not self.alone
 
 
 class Source(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -113,12 +119,16 @@ class Chain:
     def progress(self, member: str, identity: bytes, word: Progress, now: float) -> Orders:
         """A receiver says what it has; who has nothing yet is taken in."""
         reader = self._readers.get(member)
-        if word.count == 0 and not word.failed:
+        if word.asks:
             return self.left(member, now) + self._take_in(member, identity, word.address, now)
         if reader is None or reader.identity != identity:
             return []
         if word.failed:
-            return self._cut(reader, now)
+            return self.left(member, now)
+        if word.alone:
+            self._part(reader)
+            self._watch(reader, now)
+            return []
         if word.count > reader.count:
             reader.count = min(word.count, self._buckets)
             self._watch(reader, now)
@@ -137,10 +147,9 @@ class Chain:
         reader = self._readers.pop(member, None)
         if reader is None:
             return []
-        if reader.upstream is not None:
-            reader.upstream.downstream = None
         if self._last is reader:
             self._last = reader.upstream
+        self._part(reader)
         return self._cut(reader, now)
 
     def expire(self, now: float) -> tuple[list[str], Orders]:
@@ -160,6 +169,12 @@ class Chain:
             upstream.downstream = reader
         self._watch(reader, now)
         return self._tell(reader)
+
+    def _part(self, reader: _Reader) -> None:
+        """It reads from no host any more, and needs to be told nothing."""
+        if reader.upstream is not None:
+            reader.upstream.downstream = None
+        reader.upstream, reader.told = None, self._buckets
 
     def _cut(self, reader: _Reader, now: float) -> Orders:
         """It passes nothing on any more: who read from it reads from the trainer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import deque
 from typing import cast
 
 import msgspec
@@ -97,22 +98,29 @@ class ChainHub:
         member = member_of(identity)
         chain = self._chains.get(word.version)
         if chain is None or chain.session != word.session or member not in self._members:
-            if word.count == 0 and not word.failed:
+            if word.asks:
                 self._transmit(identity, Source(word.session, word.version, self._buckets, b""))
             return
         if word.failed:
             log.warning("chain: %s failed to get version %d, and passes on no more of it", member, word.version)
-        self._follow(chain.progress(member, identity, word, self._now()))
+        self._follow(chain, chain.progress(member, identity, word, self._now()))
 
-    def _follow(self, orders: Orders) -> None:
-        for identity, source in orders:
+    def _follow(self, chain: Chain, orders: Orders) -> None:
+        """Send them; who is gone leaves that chain, and those behind are told, however many went at once."""
+        if self._socket is None:
+            return  # nobody can be told any more
+        waiting = deque(orders)
+        while waiting:
+            identity, source = waiting.popleft()
             if not self._transmit(identity, source):
-                self._drop(member_of(identity))
+                member = member_of(identity)
+                log.warning("chain: %s is gone, and passes on no more of version %d", member, chain.version)
+                waiting.extend(chain.left(member, self._now()))
         self._arm()
 
     def _drop(self, member: str) -> None:
         for chain in list(self._chains.values()):
-            self._follow(chain.left(member, self._now()))
+            self._follow(chain, chain.left(member, self._now()))
 
     def _transmit(self, identity: bytes, message: Source | Refused) -> bool:
         """Send without waiting; False when the peer is gone or has left a thousand messages unread."""
@@ -133,7 +141,7 @@ class ChainHub:
             still, orders = chain.expire(self._now())
             for member in still:
                 log.warning("chain: %s got nothing of version %d for %g s", member, chain.version, self._patience_s)
-            self._follow(orders)
+            self._follow(chain, orders)
         self._arm()
 
     @staticmethod
@@ -186,6 +194,7 @@ class ChainEnd:
     def give_up(self) -> None:
         """Read the rest of the version from the trainer; whoever reads here reads on."""
         self._alone = True
+        self._say(Progress(self._source.session, self._source.version, 0, alone=True))
 
     def close(self) -> None:
         """Idempotent."""

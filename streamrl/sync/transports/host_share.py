@@ -237,6 +237,11 @@ def this_host() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.environ.get(HOST_VARIABLE, '')}"
 
 
+def same_network(one: str, other: str) -> bool:
+    """Whether loopback leads from one ``this_host`` to the other."""
+    return one.split("/")[:2] == other.split("/")[:2]
+
+
 def _socket() -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.setblocking(False)

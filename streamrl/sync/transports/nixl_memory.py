@@ -82,6 +82,8 @@ class Owner:
     """In messages."""
     timeout_s: float
     """For one bucket."""
+    way_out: str = ""
+    """What else to say where nobody is found."""
 
 
 class Pull:
@@ -121,7 +123,7 @@ class Pull:
             try:
                 agent.connect(owner.place.agent, owner.place.metadata)
             except ConnectionError as error:
-                raise WeightSyncError(f"{owner.name} is gone ({error})") from None
+                raise WeightSyncError(f"{owner.name} is gone ({error}){owner.way_out}") from None
             self._connected.add(owner.place.agent)
         assert self._agent is not None, "it is connected"
         return self._agent
@@ -140,7 +142,7 @@ class Pull:
         for error in failed.values():
             if isinstance(error, TimeoutError):
                 raise WeightSyncError(f"{owner.name}'s memory gave {error}")
-            raise WeightSyncError(f"{owner.name} went away ({error})")
+            raise WeightSyncError(f"{owner.name} went away ({error}){owner.way_out}")
 
     def close(self) -> None:
         """Without its agent, a transfer that did not end writes no more. The next read begins with a new one."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+import os
 import threading
 import uuid
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from streamrl.sync.arena import Arena
 from streamrl.sync.manifest import Manifest
 from streamrl.sync.transport import BucketId, Receiver, Sender
 from streamrl.sync.transports.chain_links import ChainEnd, ChainHub, identity_of
-from streamrl.sync.transports.host_share import HostShare, this_host
+from streamrl.sync.transports.host_share import HostShare, same_network, this_host
 from streamrl.sync.transports.nixl_memory import OpenMemory, Owner, Place, Pull
 
 READ_PATIENCE = 1 / 16
@@ -45,6 +46,8 @@ HOST_PATIENCE = 4 / 16
 TRAINER = "the publisher"
 OTHER_HOST = "that host"
 """Whose memory is read, in messages."""
+NAME_A_NETWORK = "; it is on another host, so set UCX_NET_DEVICES, there and here, to a trusted network between them"
+"""UCX is on loopback otherwise."""
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +110,9 @@ class NixlReceiver(Receiver):
             self._sender = msgspec.msgpack.decode(base64.b64decode(address, validate=True), type=Address)
         except (ValueError, msgspec.DecodeError) as error:
             raise WeightSyncError(f"no address of a publisher's memory: {error}") from None
-        self._trainer = Owner(self._sender.place, TRAINER, timeout_s)
+        self._here = this_host()
+        beyond = not same_network(self._sender.host, self._here) and "UCX_NET_DEVICES" not in os.environ
+        self._trainer = Owner(self._sender.place, TRAINER, timeout_s, NAME_A_NETWORK if beyond else "")
         self._manifest = manifest
         self._member = member
         self._life = uuid.uuid4().hex[:12]
@@ -117,7 +122,6 @@ class NixlReceiver(Receiver):
         self._pull: Pull
         self._host: HostShare
         self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"{member}: weights")
-        self._here = this_host()
         self._elsewhere = self._sender.host != self._here
         """On another host than the trainer's, and able to pass on."""
         self._chain = ChainEnd(self._sender.chain, identity_of(member, self._life), TURN_PATIENCE * timeout_s)
