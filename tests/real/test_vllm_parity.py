@@ -12,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 
 from conformance_model import build_model
 from parity_support import failed_gate, judged, report_of, weights_of
-from vllm_support import settings
+from vllm_support import salt_alike, settings
 
 from streamrl.config import load_config
 from streamrl.engines.vllm.engine import VllmEngine
@@ -54,7 +54,7 @@ def test_vllm_with_a_salted_prefix_cache_passes_every_gate(examine: Examine):
 
 
 def test_a_prefix_cache_that_is_not_salted_fails_the_path_gate(examine: Examine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(VllmEngine, "_salt", lambda self: "the same for every version")
+    salt_alike(monkeypatch)
     assert failed_gate(examine()) == (
         "path",
         "a prefix cache is stale across a weight update: prompts that were cached before it give other log-probs, "

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 from conformance_case import GREEDY, EngineCase, Serving, generate_all, prompts
 from conformance_model import ConformanceModel, build_model
 from conformance_weights import WeightConformance
-from vllm_support import settings
+from vllm_support import salt_alike, settings
 
 from streamrl.config import load_config
 from streamrl.engines.vllm.engine import VllmEngine
@@ -119,7 +119,7 @@ class TestPrefixCache(Serving):
         self, engine_case: EngineCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What the salt is for: the same requests, under one that never changes."""
-        monkeypatch.setattr(engine_case.engine, "_salt", lambda: "the same for all")
+        salt_alike(monkeypatch)
         asked = [(prompts(1, longest=1, seed=22)[0] * 200, GREEDY)]
 
         async def run() -> None:
