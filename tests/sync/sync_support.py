@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import tempfile
@@ -279,6 +280,8 @@ def flip_byte(arena: Arena, slot: int, offset: int) -> None:
 
 
 def open_memfds(pid: int | str = "self") -> list[str]:
+    """Memory for weights that the process holds; of this one, without what waits to be collected in a cycle."""
+    gc.collect()
     links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
