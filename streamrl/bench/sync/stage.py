@@ -141,7 +141,7 @@ class Stage:
         """Bytes beyond the weights themselves, by contender: of the source, of all processes."""
         try:
             self._start(size)
-        except BaseException:
+        except BaseException:  # whatever ends a start, also Ctrl-C: no process may stay behind
             self._end()
             raise
 
